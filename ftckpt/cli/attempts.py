@@ -1,4 +1,4 @@
-"""One attempt of a run: the events of its ranks, and the ages of its snapshots."""
+"""One attempt of a run, from the events of its ranks, and the staleness of its snapshots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class Age(NamedTuple):
-    """At the boundary of ``iteration``: how many iterations older the newest committed, protected and persisted
-    snapshots were; None: there was none."""
+    """The ages, in iterations, of the newest committed, protected and persisted snapshots at the boundary of
+    ``iteration``; None: there was none."""
 
     iteration: int
     committed: int | None
@@ -22,7 +22,7 @@ class Age(NamedTuple):
 
 @dataclass
 class SnapshotTimes:
-    """When a snapshot reached each state; ``copied`` and ``checked`` have a bit for each rank or shard."""
+    """The times at which a snapshot reached each state; ``copied`` and ``checked`` have a bit per rank or shard."""
 
     boundary_at: float = 0.0
     copied: int = 0
@@ -33,19 +33,19 @@ class SnapshotTimes:
     persisted_at: float = math.inf
 
     def committed_at(self, num_ranks: int) -> float:
-        """When all ranks had copied it, or the SMPs had checked all of it."""
+        """The time at which all ranks had copied it, or the SMPs had checksums of all shards."""
         times = [(self.copied.bit_count(), self.copied_at), (self.checked.bit_count(), self.checked_at)]
         return min((time for num, time in times if num >= num_ranks), default=math.inf)
 
 
 @dataclass
 class Attempt:
-    """One start of all ranks that restored; its lineage is its name."""
+    """One start of all ranks that completed restore(); the ``lineage`` of their events identifies it."""
 
     start: int | None = None
     source: str = ""
     ends: list[str] = field(default_factory=list)
-    """How the attempt before it ended, the cause first."""
+    """The reasons why the previous attempt ended, the cause first."""
     launches: set[str] = field(default_factory=set)
     layout: str = ""
     joined_at: float = 0.0
@@ -63,12 +63,12 @@ class Attempt:
 
     @property
     def restore_secs(self) -> float:
-        """While every rank was in restore(): one that waits there for a late rank is not restoring yet."""
+        """The time from the last rank's entry into restore() to its end; waiting for late ranks does not count."""
         return max(0.0, self.restored_at - self.joined_at)
 
     @property
     def first_step_secs(self) -> float:
-        """From the last rank's restore to the last rank's first boundary."""
+        """The time from the end of the last rank's restore to the last rank's first boundary."""
         return max(0.0, self.boundary_at - self.restored_at) if self.boundary_at else 0.0
 
     @property
@@ -77,9 +77,9 @@ class Attempt:
         return self.closed >= self.last_signs.keys()
 
     def ages(self, stored: int | None = None) -> Iterator[Age]:
-        """The ages at each boundary, iterations in order. ``stored``: the newest on storage when it started."""
+        """The ages at each boundary, in order. ``stored``: the newest iteration on storage at the attempt's start."""
         num, times = len(self.last_signs), self.snapshots.items()
-        # What was restored is committed; whether it is protected is only known once this attempt has protected it.
+        # The restored snapshot is committed; it counts as protected once this attempt has protected it.
         committed = _Newest(self.start, ((one.committed_at(num), iteration) for iteration, one in times))
         protected = _Newest(None, ((one.protected_at, iteration) for iteration, one in times))
         persisted = _Newest(stored, ((one.persisted_at, iteration) for iteration, one in times))
@@ -89,7 +89,7 @@ class Attempt:
 
     @property
     def persisted(self) -> list[int]:
-        """The snapshots that it brought to storage."""
+        """The iterations that the attempt persisted."""
         return [iteration for iteration, one in self.snapshots.items() if one.persisted_at < math.inf]
 
     def lags(self) -> Iterator[tuple[int, float]]:
@@ -100,7 +100,7 @@ class Attempt:
 
 
 class _Newest:
-    """The newest iteration that had reached a state by a time; asked for times in any order."""
+    """The newest iteration that had reached a state at a given time; times may be queried in any order."""
 
     def __init__(self, first: int | None, times: Iterator[tuple[float, int]]) -> None:
         self._first = first

@@ -1,7 +1,7 @@
-"""``ftckpt check``: whether the machines of a job to come do what it will need of them, before it depends on it.
+"""``ftckpt check``: tests whether machines meet the requirements of a job before it starts.
 
-Alone, or on every rank under torchrun, or whatever else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; the first
-rank prints what all of them have found.
+It runs alone, or on every rank under torchrun or another launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT; then rank 0 prints the results of all ranks.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _AREAS = ("host", "device", "network")
 
 
 def add_check(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
+    """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser(
-        "check", help="whether machines do what a job will need of them; run it as the job will run; status 1: no"
+        "check", help="test whether machines meet a job's requirements; launch it like the job; status 1: they do not"
     )
     add_arena(parser)
-    add_node_memory(parser, "that a node needs, as ftckpt plan says, such as 400GiB: whether it is there")
+    add_node_memory(parser, "memory that a node needs, from ftckpt plan, such as 400GiB; fails if it has less")
     parser.add_argument(
         "--size", type=size_of("--size", "1MiB"), default="256MiB", metavar="SIZE",
         help="state to copy from a device (default: %(default)s)",
     )  # fmt: skip
     for area in _AREAS:
-        what = f"look at the {area} alone, or with others that are named so"
+        what = f"check the {area} (default: all; these options combine)"
         parser.add_argument(f"--{area}", action="append_const", const=area, dest="only", help=what)
     parser.add_argument(
-        "--smp-listen", default="", metavar="ADDRESS", help="where other nodes reach this one, as --ftckpt-smp-listen"
+        "--smp-listen", default="", metavar="ADDRESS", help="the address for other nodes, as --ftckpt-smp-listen"
     )
-    parser.add_argument("--rack", default="", metavar="LABEL", help="of this node, as --ftckpt-rack")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("--rack", default="", metavar="LABEL", help="this node's rack, as --ftckpt-rack")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit status: 1 where anything failed."""
+    """Prints the table and returns the exit status, 1 if any check failed."""
     if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
         _require_writable(arguments.json)
     begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[CheckResult]()
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _site(arguments: argparse.Namespace) -> Any:
-    """The other ranks; None: alone."""
+    """The ranks of the launched job; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from ftckpt.cli.check_ranks import LaunchedRanks
@@ -82,7 +82,7 @@ def _site(arguments: argparse.Namespace) -> Any:
 
 
 def _find(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) -> None:
-    """Look, and append to ``found``: whatever ends that early, what was found by then is there."""
+    """Runs the checks and appends each result to ``found``, so that an error keeps the earlier ones."""
     try:
         for finding in _look(arguments, arguments.only or _AREAS, site):
             if site is None:
@@ -93,11 +93,11 @@ def _find(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) ->
         if site is None:
             raise
         found.append(_lost(error))
-        site.group.give_up(in_words(error))  # the others wait for this rank
+        site.group.give_up(in_words(error))  # else the others wait for this rank until their deadline
 
 
 def _lost(error: Exception) -> CheckResult:
-    how = "see what the logs of all ranks say; ranks meet at the interface that GLOO_SOCKET_IFNAME names"
+    how = "see the logs of all ranks; ranks connect over the interface that GLOO_SOCKET_IFNAME names"
     return CheckResult("network", "ranks", FAILED, in_words(error), how)
 
 
@@ -107,20 +107,20 @@ def _tell(found: list[CheckResult], finding: CheckResult) -> None:
 
 
 def _require_writable(path: Path) -> None:
-    """A check takes minutes: its result is not to be lost for a place that cannot take it."""
+    """Raises ConfigError early: a check takes minutes, and its result must not be lost for a bad path."""
     is_new = not path.exists()
     try:
         with path.open("a"):
             pass
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from None
-    if is_new:  # until there is something to write
+    if is_new:  # an aborted check leaves no empty file
         path.unlink()
 
 
 def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[CheckResult]:
     no_arena = arena_problem(arguments.arena)
-    # Of a look that all ranks take together, none is left out on some of them alone.
+    # Collective checks: all ranks must agree on which of them run.
     without = [no_arena is not None] if site is None else codec.gather(site.group, no_arena is not None, bool)
     if "host" in areas and (site is None or site.leads):
         cores = [os.sched_getaffinity(0)] if site is None else site.cores
@@ -128,7 +128,7 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
     elif no_arena is not None:
         yield no_arena
     if "device" in areas and any(without):
-        yield CheckResult("device", "copies", SKIPPED, "there is no arena to copy to")
+        yield CheckResult("device", "copies", SKIPPED, "no arena to copy to")
     elif "device" in areas:
         from ftckpt.cli.check_device import look_at_device
 
@@ -137,13 +137,13 @@ def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Ite
             site.meet()
     if "network" in areas:
         if site is None:
-            yield CheckResult("network", "ranks", SKIPPED, "alone: start it on all ranks, as torchrun does")
+            yield CheckResult("network", "ranks", SKIPPED, "one process: start it on all ranks, with torchrun")
         else:
             yield from site.look(None if any(without) else arguments.arena)
 
 
 def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
-    """A row for each thing that was looked at: the worst of all ranks, and which ranks say so."""
+    """Prints a row per check: the worst result of all ranks, and the ranks that have it."""
     worst = {state: place for place, state in enumerate((FAILED, WARNED, SKIPPED, PASSED))}
     by_name: dict[tuple[str, str], list[tuple[int, CheckResult]]] = {}
     for rank, found in everything.items():

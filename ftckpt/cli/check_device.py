@@ -1,4 +1,4 @@
-"""Whether snapshots come right from the device that is here: bits, registration and rate, by a job's own copier."""
+"""Checks of copies from the local device: exactness, registration of host memory, and rate, with a job's copier."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _AREA = "device"
 _QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"
 _ROUNDS = 5
 _FLIGHT_SECS = 60.0
-"""For a flight to end: a copy that takes longer has come to a stop."""
+"""Deadline of a flight: a slower copy counts as stuck."""
 _CHUNK_BYTES, _ALIGN_BYTES = 16 << 20, 64
 _LEAST_SHARE = 0.8
-"""Of the rate of a plain copy."""
+"""Share of a plain copy's rate below which the rate check warns."""
 
 
 def look_at_device(arena: Path, nbytes: int) -> Iterator[CheckResult]:
-    """Each finding as it comes; ``nbytes`` of state are copied."""
+    """Runs the device checks with ``nbytes`` of state, and yields each result when it is available."""
     local, is_here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
-    # A launcher may have each rank see its own device alone.
+    # With a launcher that hides the other devices, each rank sees one device, of index 0.
     device = torch.device("cuda", local % torch.cuda.device_count()) if is_here else torch.device("cpu")
     known = attempt(_AREA, "device", partial(_known, device))
     yield known
@@ -50,9 +50,9 @@ def look_at_device(arena: Path, nbytes: int) -> Iterator[CheckResult]:
     with ExitStack() as stack:
         try:
             bench = stack.enter_context(bench_on(arena, make_clock(device), nbytes))
-        except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
-            text = f"no {human(nbytes)} of state and a slot for it at {arena}: {in_words(error)}"
-            how = "name less by --size, enlarge /dev/shm (a container's: --shm-size), or free the device's memory"
+        except Exception as error:  # noqa: BLE001 - the user must see any error of a driver or a kernel
+            text = f"cannot allocate {human(nbytes)} of state and a slot for it in {arena}: {in_words(error)}"
+            how = "lower --size, enlarge /dev/shm (of a container: --shm-size), or free the device's memory"
             yield CheckResult(_AREA, "copies", FAILED, text, how)
             return
         for name, look in (("registration", _registered), ("exact copies", _exact), ("rate", _rate)):
@@ -60,23 +60,23 @@ def look_at_device(arena: Path, nbytes: int) -> Iterator[CheckResult]:
 
 
 def _known(device: torch.device) -> Result:
-    """Which device it is, and that this process can use it."""
-    name = "CPU: none is here"
+    """The device's name and software; fails if this process cannot use it."""
+    name = "CPU: no GPU found"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
     stack = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    queues = os.environ.get(_QUEUES, "as the driver has it")
+    queues = os.environ.get(_QUEUES, "at the driver's default")
     text = f"{name}, {stack}, torch {torch.__version__}, {_QUEUES} {queues}"
     return passed(text) if device.type == "cuda" else skipped(text)
 
 
 def _near(device: torch.device) -> Result:
-    """Whether this rank runs where its device is attached: across NUMA nodes copies and launches take longer."""
+    """Whether this rank runs on its device's NUMA node: from another one, copies and launches are slower."""
     own, node = os.sched_getaffinity(0), numa_node_of(device)
     there = cores_of_node(node)
     if num_nodes() < 2 or node is None or not there:
-        return skipped("one NUMA node" if num_nodes() < 2 else "no cores are known to be near the device")
+        return skipped("one NUMA node" if num_nodes() < 2 else "the device's NUMA node is unknown")
     text = f"cores {format_cores(own)} of this rank, {format_cores(there)} near the device on NUMA node {node}"
     figures = {"cores": float(len(own)), "near_cores": float(len(own & there))}
     if not own & there:
@@ -84,32 +84,32 @@ def _near(device: torch.device) -> Result:
             f"bind the rank to NUMA node {node}: torchrun --numa-binding node, srun --gpu-bind=closest, or "
             f"numactl --cpunodebind={node}"
         )
-        return warned(f"{text}: not one is", how, **figures)
+        return warned(f"{text}: none in common", how, **figures)
     return passed(text, **figures)
 
 
 class Bench:
-    """A state on the device, a slot in the arena's file system, and the copier between them."""
+    """State on the device, a slot in the arena's file system, and a copier from one to the other."""
 
     def __init__(self, clock: Clock, copier: Copier, slot: torch.Tensor, state: list[torch.Tensor]) -> None:
         self.clock, self.copier, self.slot, self.state = clock, copier, slot, state
         self.copies = _plan(state)
 
     def flight(self, windows: Windows | None = None) -> Flight:
-        """A snapshot that begins now."""
+        """Starts a snapshot."""
         flight = Flight(self.copies, self.slot, lambda: None, self.clock.mark())
         self.copier.start(self.state, flight, windows or Always())
         return flight
 
     def wait(self, flight: Flight) -> None:
-        """Raises TimeoutError, or what the copy failed with."""
+        """Waits for the copies. Raises TimeoutError, or the error of the copier."""
         if not flight.wait(_FLIGHT_SECS):
-            raise TimeoutError(f"copies have not ended after {_FLIGHT_SECS:.0f} s")
+            raise TimeoutError(f"copies did not finish within {_FLIGHT_SECS:.0f} s")
         if flight.error is not None:
             raise flight.error
 
     def differing(self, wanted: Sequence[torch.Tensor]) -> int:
-        """Bytes of the slot that are not those of ``wanted``, host tensors; it is empty for the next flight."""
+        """Counts the bytes of the slot that differ from the host tensors ``wanted``, and clears the slot."""
         differing = sum(
             int((self.slot[s.offset : s.offset + s.nbytes] != _bytes_of(wanted[s.piece], s)).sum())
             for copy in self.copies
@@ -125,7 +125,7 @@ class Bench:
 
 @contextmanager
 def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
-    """A state of several types, large and small, of about ``nbytes``."""
+    """A bench with large and small tensors of several types, about ``nbytes``."""
     state = [
         torch.randn(nbytes // 8, device=clock.device), torch.randn(nbytes // 8, device=clock.device).bfloat16(),
         torch.arange(nbytes // 32, device=clock.device), torch.ones(3, device=clock.device),
@@ -145,7 +145,7 @@ def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
 
 
 def _plan(state: Sequence[torch.Tensor]) -> list[ChunkCopy]:
-    """Tensors end to end, in chunks."""
+    """Copies of all tensors into one slot, one after the other, in chunks."""
     whole, offset = [], 0
     for piece, tensor in enumerate(state):
         offset = -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -161,7 +161,7 @@ def _bytes_of(tensor: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 class NoWindow(Always):
-    """No window opens before the fence hurries."""
+    """Windows of which none opens before the fence."""
 
     def __init__(self) -> None:
         self.is_asked = threading.Event()
@@ -173,27 +173,27 @@ class NoWindow(Always):
 
 
 def _registered(bench: Bench) -> Result:
-    """How fast the driver pins the slot, and whether it does."""
+    """Whether the driver pins the slot, and how fast."""
     if not bench.clock.on_device:
-        return skipped("a CPU's memory needs none")
+        return skipped("not needed for a CPU")
     assert isinstance(bench.copier, DeviceCopier)
     begin = time.perf_counter()
     is_through = bench.copier.pin_now(_FLIGHT_SECS)
     secs = time.perf_counter() - begin
     if not is_through:
-        return failed(f"the slot is not pinned after {secs:.0f} s", "see the driver's log")
+        return failed(f"the driver did not pin the slot within {secs:.0f} s", "see the driver's log")
     if not bench.copier.reaches(bench.slot):
-        text = "the driver refused to pin the slot: copies are staged, slower, and wait for the device"
-        how = "allow more locked memory: ulimit -l unlimited; of a container --ulimit memlock=-1"
+        text = "the driver refused to pin the slot: copies are staged, so they are slower and wait for the device"
+        how = "allow more locked memory: ulimit -l unlimited; for a container --ulimit memlock=-1"
         return warned(text, how)
     rate = bench.slot.numel() / secs
     return passed(f"pins {rate / 1e9:.1f} GB/s", secs=secs, bytes_per_sec=rate)
 
 
 def _exact(bench: Bench) -> Result:
-    """Whether snapshots have the bytes of their boundary, though the optimizer writes right behind the fence.
+    """Whether snapshots have the bytes of their step boundary although the state is written right after the fence.
 
-    Copies of every second one still wait for their window when the fence comes.
+    In every second snapshot no copy has started when the fence is reached.
     """
     differing = 0
     for round_ in range(_ROUNDS):
@@ -203,20 +203,20 @@ def _exact(bench: Bench) -> Result:
         if late is not None:
             late.is_asked.wait(_FLIGHT_SECS)
         if not bench.copier.fence(flight, _FLIGHT_SECS):
-            raise TimeoutError(f"the fence did not come to pass: {flight.error}")
+            raise TimeoutError(f"the fence failed: {flight.error}")
         for tensor in bench.state:
             tensor.add_(1)
         bench.wait(flight)
         bench.synchronize()
         differing += bench.differing(wanted)
     if differing:
-        text = f"{differing} bytes of {_ROUNDS} snapshots are not those of the device"
-        return failed(text, "do not use ftckpt here; report it, with the JSON")
-    return passed(f"every byte of {_ROUNDS} snapshots is that of the device, whatever is written behind the fence")
+        text = f"{differing} bytes of {_ROUNDS} snapshots differ from the device's"
+        return failed(text, "do not use ftckpt on this machine; report this with the output of --json")
+    return passed(f"all bytes of {_ROUNDS} snapshots equal the device's, with writes right after the fence")
 
 
 def _rate(bench: Bench) -> Result:
-    """Against a plain copy of the same bytes into the same kind of memory; both warm."""
+    """Compares the rate to a plain copy of the same bytes into the same kind of memory, both after a warm-up."""
     ours, plain = [], []
     whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bench.state])
     place = torch.empty(whole.numel(), dtype=torch.uint8, pin_memory=bench.clock.on_device)
@@ -232,8 +232,8 @@ def _rate(bench: Bench) -> Result:
     rate, limit = statistics.median(ours), statistics.median(plain)
     text = f"{rate / 1e9:.1f} GB/s; a plain copy {limit / 1e9:.1f} GB/s ({rate / limit:.0%})"
     if isinstance(bench.copier, DeviceCopier):
-        text += ", many copies a call" if bench.copier.has_plan else ", a call for each copy"
+        text += ", batched copies" if bench.copier.has_plan else ", one call per copy"
     figures = {"bytes_per_sec": rate, "plain_bytes_per_sec": limit}
     if rate < _LEAST_SHARE * limit:
-        return warned(text, "see whether the rank's cores are near the device", **figures)
+        return warned(text, "check that the rank's cores are near the device", **figures)
     return passed(text, **figures)

@@ -1,4 +1,4 @@
-"""What a job needs of a machine, looked at before the job depends on it: memory, what removes it, limits, cores."""
+"""Checks of the host: shared memory and hazards to it, limits of processes, cores, and the kernel."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ftckpt.model.text import human
 _AREA = "host"
 _PROBE_BYTES = 64 << 20
 _LEAST_RATE = 1e9
-"""Bytes a second: below that a tmpfs is swapped out, or no tmpfs."""
+"""Bytes per second: a slower tmpfs is swapped out, or is not a tmpfs."""
 _SMALL_BYTES = 1 << 30
 _LEAST_FILES = 4096
-"""Descriptors of an SMP with the connections of a large job."""
+"""File descriptors of an SMP with the connections of a large job."""
 
 
 def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[CheckResult]:
-    """Each finding as it comes.
+    """Runs the host checks and yields each result when it is available.
 
     Args:
-        arena: where arenas will lie.
-        need_bytes: of a node, as ``ftckpt plan`` says; 0: unknown.
-        ranks: the cores of each rank of the job on this node, first of the one that starts the SMP.
+        arena: the directory for arenas.
+        need_bytes: memory that the node needs, from ``ftckpt plan``; 0: unknown.
+        ranks: the cores of each of the node's ranks; the first rank starts the SMP.
     """
     no_arena = arena_problem(arena)
     in_arena: tuple[tuple[str, Callable[[], Result]], ...] = (
@@ -59,11 +59,11 @@ def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Ite
     for hazard in found:
         yield CheckResult(_AREA, hazard.name.replace("_", " "), WARNED, hazard.text, hazard.remedy)
     if not found:
-        yield CheckResult(_AREA, "surroundings", PASSED, "nothing is known that would remove snapshots")
+        yield CheckResult(_AREA, "surroundings", PASSED, "found nothing that removes shared memory")
 
 
 def arena_problem(arena: Path) -> CheckResult | None:
-    """Why nothing can be looked at there; None: it can."""
+    """The failed check if ``arena`` is not a writable directory, else None."""
     if not arena.is_dir():
         what = "is not a directory" if arena.exists() else "does not exist"
         remedy = "make it, on a tmpfs, or name another with --arena, and for the job with --ftckpt-arena"
@@ -90,7 +90,7 @@ def _room(arena: Path, need_bytes: int) -> Result:
 
 
 def _rate(arena: Path) -> Result:
-    """A file as a slot is: allocated, mapped, written twice. The second time counts: pages are there."""
+    """Writes a mapped file, like a slot, twice; the second time is measured, without page faults."""
     source = bytes(_PROBE_BYTES)
     with tempfile.TemporaryFile(dir=arena) as file:
         os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
@@ -101,18 +101,18 @@ def _rate(arena: Path) -> Result:
             rate = _PROBE_BYTES / (time.perf_counter() - begin)
     text = f"one core writes {rate / 1e9:.1f} GB/s into {arena}"
     if rate < _LEAST_RATE:
-        return warned(text, "see whether memory is swapped, or shared with others", bytes_per_sec=rate)
+        return warned(text, "check whether memory is swapped, or other processes use it", bytes_per_sec=rate)
     return passed(text, bytes_per_sec=rate)
 
 
 def _locks(arena: Path) -> Result:
-    """Record locks, by which ranks and SMPs know who lives, hold between processes."""
+    """Whether record locks, which show ranks and SMPs who is alive, exclude other processes."""
     with tempfile.NamedTemporaryFile(dir=arena) as file:
         fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         child = os.fork()
         if child == 0:
             code = 1
-            with suppress(BaseException):  # a fork must not run on in the frames of its parent
+            with suppress(BaseException):  # the child must not continue in its parent's frames
                 try:
                     fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
@@ -121,8 +121,8 @@ def _locks(arena: Path) -> Result:
         _, status = os.waitpid(child, 0)
     if status == 0:
         return passed("locks hold between processes")
-    remedy = "name a tmpfs with --ftckpt-arena: two jobs would write over each other"
-    return failed(f"{arena} does not keep locks between processes", remedy)
+    remedy = "name a tmpfs with --ftckpt-arena: without locks two jobs overwrite each other"
+    return failed(f"locks in {arena} do not exclude other processes", remedy)
 
 
 def _descriptors() -> Result:
@@ -135,15 +135,14 @@ def _descriptors() -> Result:
 def _locked_memory() -> Result:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return passed("a process may lock as much memory as it likes")
-    # Drivers that count it refuse, and then copies go through a small buffer.
-    remedy = "ulimit -l unlimited, where the device's driver counts what it pins (ROCm, RDMA)"
+        return passed("a process may lock unlimited memory")
+    # A driver that counts pinned memory refuses beyond the limit; then copies go through a small buffer.
+    remedy = "ulimit -l unlimited, if the device's driver counts pinned memory (ROCm, RDMA)"
     return warned(f"a process may lock {human(soft)}", remedy)
 
 
 def _cores(ranks: Sequence[Set[int]]) -> Result:
-    """Of all ranks together: a launcher may have bound each to its own. The SMP runs where the first rank does, which
-    starts it."""
+    """Whether the node's ranks leave cores to the SMP. It inherits the cores of the first rank, which starts it."""
     cores, first = set[int]().union(*ranks), ranks[0]
     text = f"{len(cores)} cores for {len(ranks)} rank(s) and the SMP, {_per_rank(ranks)}"
     text += f"{max(1, num_nodes())} NUMA node(s)"
@@ -151,13 +150,13 @@ def _cores(ranks: Sequence[Set[int]]) -> Result:
     if len(cores) > len(ranks) and len(first) > 1:
         return passed(text, **figures)
     if len(cores) > len(ranks):
-        text += f"; the SMP has core {format_cores(first)} alone, which is its node's first rank's"
-    remedy = "give ranks more cores (--cpus-per-task), or take --ftckpt-smp-cores lower"
-    return warned(f"{text}: what ftckpt computes, training does not get", remedy, **figures)
+        text += f"; the SMP has only core {format_cores(first)}, shared with the node's first rank"
+    remedy = "give ranks more cores (--cpus-per-task), or lower --ftckpt-smp-cores"
+    return warned(f"{text}: ftckpt takes CPU time from training", remedy, **figures)
 
 
 def _per_rank(ranks: Sequence[Set[int]]) -> str:
-    """How many each rank has, where no two share one."""
+    """The number of cores per rank as text, or "" if ranks share cores."""
     sizes = sorted(map(len, ranks))
     if len(ranks) == 1 or sum(sizes) > len(set[int]().union(*ranks)):
         return ""
@@ -171,6 +170,6 @@ def _kernel() -> Result:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        remedy = "Linux 5.3 or newer, and a container that allows pidfd_open"
-        return warned(f"{release} gives no handles of processes ({error})", remedy)
+        remedy = "use Linux 5.3 or newer, and a container that allows pidfd_open"
+        return warned(f"Linux {release} has no process handles ({error})", remedy)
     return passed(f"Linux {release}")

@@ -1,4 +1,4 @@
-"""Whether SMPs of a job to come reach each other: nodes fetch from each other by the protocol of SMPs, in pairs."""
+"""Checks of the network between nodes: pairs of nodes fetch data from each other over the SMP's protocol."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ from ftckpt.smp.server import Server
 
 _AREA = "network"
 _CONNECT_SECS, _PAIR_SECS = 4.0, 8.0
-"""For a connection, and for all that a pair does: well below the deadline of the group, in which all others wait."""
+"""Deadlines of a connection and of a pair: well below that of the group, in which all other ranks wait."""
 _BYTES = 32 << 20
 _ROUNDS, _TRIPS = 3, 20
 _LEAST_RATE = 1e8
 _FAR = (2, 4)
-"""Of more nodes than a group has those talk, too, that lie such parts of all apart: members of replica sets may."""
+"""In large jobs, nodes 1/2 and 1/4 of all nodes apart are paired, too: replica sets may have such distances."""
 _PROBE = SnapshotId(bytes(16), 0)
-_OTHER_INTERFACE = (
-    "name the interface on which nodes reach each other: here --smp-listen, for the job --ftckpt-smp-listen"
-)
+_OTHER_INTERFACE = "name the interface that connects the nodes: here --smp-listen, for the job --ftckpt-smp-listen"
 
 Pair = tuple[str, str]
 
 
 class NodeFacts(NamedTuple):
-    """A node as its ``first`` rank tells of it, with the label of its rack, and the ``machine`` that it is on."""
+    """A node: its ``first`` rank, and the machine and rack that this rank reports."""
 
     first: int
     machine: str
@@ -53,7 +51,7 @@ class NodeFacts(NamedTuple):
 
 
 class Port(NamedTuple):
-    """Where the server of a node listens; ``number`` 0: at none, for the reason ``problem``."""
+    """The address of a node's server; ``number`` is 0 if there is none, because of ``problem``."""
 
     host: str = ""
     number: int = 0
@@ -61,18 +59,15 @@ class Port(NamedTuple):
 
 
 def look_at_pairs(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> Iterator[CheckResult]:
-    """Each finding of this rank as it comes. Collective: the first ranks of ``nodes`` talk, all others wait.
-
-    Args:
-        listen: as the setting ``smp_listen``.
-    """
+    """Runs the pair checks and yields this rank's results. Collective: the first ranks of ``nodes`` communicate, all
+    others wait. ``listen`` is as the setting ``smp_listen``."""
     me = next((node for node, one in nodes.items() if one.first == group.rank), "")
     trust = Trust(bytes.fromhex(gather(group, secrets.token_hex(32) if group.rank == 0 else "", str)[0]))
     pairs = arranged_pairs({node: one.rack for node, one in nodes.items()})
     with _serving(bool(me), trust, [one.machine for one in nodes.values()], listen) as port:
         ports = gather(group, port, Port)
         for both in rounds_of(pairs):
-            # One way, then the other: whoever reads serves nobody meanwhile.
+            # One direction at a time: a node that reads does not serve meanwhile.
             for readers in (dict(both), {other: reader for reader, other in both}):
                 if me in readers:
                     other = readers[me]
@@ -80,16 +75,15 @@ def look_at_pairs(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> 
                 group.gather(b"")
     if group.rank == 0 and (left := len(nodes) * (len(nodes) - 1) // 2 - len(pairs)):
         text = (
-            f"{left} of {left + len(pairs)} pairs of nodes were not looked at: those were that are in one group "
-            "of peers, keep each other's packages, or lie far apart; replica sets and "
-            "--ftckpt-peer-group may need others"
+            f"{left} of {left + len(pairs)} pairs of nodes were not checked; checked are members of a peer group, "
+            "mirrors of packages, and some distant pairs; replica sets and --ftckpt-peer-group may use others"
         )
         yield CheckResult(_AREA, "other pairs", SKIPPED, text)
 
 
 def arranged_pairs(racks: Mapping[str, str]) -> list[Pair]:
-    """Of few nodes all pairs. Of more those that protection arranges by default, as far as nodes and their ``racks``
-    decide it: members of a group of peers, and who keeps whose packages; and some that lie far apart."""
+    """All pairs of a few nodes; of more nodes, the pairs that protection uses by default (members of a peer group,
+    nodes and the mirrors of their packages) and some distant pairs."""
     nodes = sorted(racks)
     if len(nodes) <= MOST_MEMBERS:
         return list(combinations(nodes, 2))
@@ -102,7 +96,7 @@ def arranged_pairs(racks: Mapping[str, str]) -> list[Pair]:
 
 
 def rounds_of(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """All ``pairs`` in rounds, in none of which a node is twice: its pairs of a round talk at once."""
+    """Divides ``pairs`` into rounds. A node occurs at most once per round, so its pairs run concurrently."""
     rounds: list[list[Pair]] = []
     busy: list[set[str]] = []
     for pair in pairs:
@@ -117,7 +111,7 @@ def rounds_of(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 @contextmanager
 def _serving(serves: bool, trust: Trust, machines: Sequence[str], listen: str) -> Iterator[Port]:
-    """The port at which an SMP's server gives bytes away; 0 where none does."""
+    """Runs an SMP's server with test data if ``serves``, and yields its port."""
     if not serves:
         yield Port()
         return
@@ -134,7 +128,7 @@ def _serving(serves: bool, trust: Trust, machines: Sequence[str], listen: str) -
         try:
             host = listening_address(listen, machines, os.environ)
             port = Port(host, server.listen(host, trust))
-        except ConfigError as error:  # told: the others wait for this rank
+        except ConfigError as error:  # reported as a result: the other ranks wait for this one
             port = Port(problem=str(error))
         yield port
     finally:
@@ -147,10 +141,10 @@ def _talk(trust: Trust, me: str, node: str, place: Port) -> Callable[[], Result]
             return failed(f"{node}: {place.problem}", _OTHER_INTERFACE)
         secs: dict[int, list[float]] = {0: [], 1: []}
         if problem := _fetch(trust, node, place, secs):
-            how = f"let firewalls between nodes pass TCP to ports {PORTS[0]} to {PORTS[-1]}, or {_OTHER_INTERFACE}"
-            return failed(f"{me} gets nothing from {problem}", how)
+            how = f"open TCP ports {PORTS[0]} to {PORTS[-1]} in firewalls between nodes, or {_OTHER_INTERFACE}"
+            return failed(f"{me} receives nothing from {problem}", how)
         trip, rate = statistics.median(secs[0][1:]), _BYTES / statistics.median(secs[1])
-        text = f"{rate / 1e9:.2f} GB/s, {1e3 * trip:.2f} ms there and back, at {place.host}"
+        text = f"{rate / 1e9:.2f} GB/s, {1e3 * trip:.2f} ms round trip, at {place.host}"
         figures = {"bytes_per_sec": rate, "round_trip_secs": trip}
         if rate < _LEAST_RATE:
             return warned(text, _OTHER_INTERFACE, **figures)
@@ -160,7 +154,7 @@ def _talk(trust: Trust, me: str, node: str, place: Port) -> Callable[[], Result]
 
 
 def _fetch(trust: Trust, node: str, place: Port, secs: Mapping[int, list[float]]) -> str:
-    """Fetch as often as there is time for; ``secs`` has how long each took, by chunk. What went wrong, if it did."""
+    """Fetches chunks until done or out of time, and appends the seconds of each to ``secs``. The error, or ""."""
     end = time.monotonic() + _PAIR_SECS
     peers = Peers(Deadlines(_CONNECT_SECS, _PAIR_SECS, _PAIR_SECS))
     try:
@@ -169,8 +163,8 @@ def _fetch(trust: Trust, node: str, place: Port, secs: Mapping[int, list[float]]
             begin = time.monotonic()
             fetch = peers.fetch(node, ChunkRequest(_PROBE, "probe", chunk), _BYTES)
             if not fetch.done.wait(end - begin):
-                # A slow link: what has come says how slow.
-                late = f"{_BYTES >> 20} MiB do not come" if chunk else "no answer"
+                # On a slow link the chunks received so far suffice to measure its rate.
+                late = f"{_BYTES >> 20} MiB do not arrive" if chunk else "no answer"
                 return "" if secs[1] else f"{node} at {place.host}:{place.number}: {late} within {_PAIR_SECS:g} s"
             if fetch.data is None:
                 return fetch.error or f"{node} at {place.host}:{place.number}: it does not answer"

@@ -1,4 +1,4 @@
-"""What the ranks of a job to come find of each other: one directory a node, one time, SMPs that reach each other."""
+"""Collective checks of all ranks: synchronized clocks, one shared directory per node, and reachable SMPs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ftckpt.session.addresses import machine
 
 _AREA = "network"
 _GROUP_SECS = 30.0
-"""For which a rank waits for all others."""
+"""Deadline of a collective."""
 _LOST_SECS = 1.5 * _GROUP_SECS
-"""Within which all ranks notice that their group is lost."""
+"""Time within which all ranks notice that their group is lost."""
 _MEETING_SECS = 600.0
-"""For ranks that look at their devices, where each copy may take a minute to fail."""
+"""Deadline for the device checks of all ranks: each copy may take a minute to fail."""
 _POLL_SECS = 0.2
 _MOST_SKEW_SECS = 1.0
 
 
 class RankFacts(NamedTuple):
-    """Where a rank is, the time there, and the cores that it may run on."""
+    """A rank's node, machine, clock, cores and rack."""
 
     node: str
     machine: str
@@ -47,17 +47,17 @@ class RankFacts(NamedTuple):
 
 
 class LaunchedRanks:
-    """The ranks that a launcher has started, this one among them. Every method is collective.
+    """The ranks started by a launcher, including this one. Every method is collective.
 
     Args:
-        listen: where SMPs listen, as the setting ``smp_listen``.
-        rack: as the setting.
+        listen: as the setting ``smp_listen``.
+        rack: as the setting ``rack``.
     """
 
     def __init__(self, listen: str, rack: str) -> None:
         dist.init_process_group("gloo")
         self.group = Group(_GROUP_SECS)
-        self.group.gather(b"")  # the times below are taken together
+        self.group.gather(b"")  # a barrier, so that ranks read their clocks at the same time
         cores = format_cores(os.sched_getaffinity(0))
         me = RankFacts(node_name("", os.environ), machine(), time.time(), cores, rack)
         self.ranks = gather(self.group, me, RankFacts)
@@ -65,28 +65,28 @@ class LaunchedRanks:
         self.leads = self.nodes[me.node].first == self.rank
 
     def meet(self) -> None:
-        """Wait for ranks that have more to look at by themselves.
+        """Waits for the local checks of all ranks.
 
-        One whose look has failed at once would else be at the next collective so early that it gives that up.
+        Without it, a rank that fails early would time out in the next collective.
         """
-        with suppress(RuntimeError):  # the next collective tells of a rank that is gone
+        with suppress(RuntimeError):  # the next collective reports a lost rank
             dist.monitored_barrier(timeout=timedelta(seconds=_MEETING_SECS))
 
     @property
     def cores(self) -> list[set[int]]:
-        """Of each rank of this node."""
+        """The cores of each rank of this node."""
         return [parse_cores(one.cores) for one in self.ranks if one.node == self.me.node]
 
     @property
     def nodes(self) -> dict[str, NodeFacts]:
-        """By name, in the order of their first ranks."""
+        """All nodes by name, in the order of their first ranks."""
         found: dict[str, NodeFacts] = {}
         for rank, one in enumerate(self.ranks):
             found.setdefault(one.node, NodeFacts(rank, one.machine, one.rack))
         return found
 
     def look(self, arena: Path | None) -> Iterator[CheckResult]:
-        """Each finding as it comes. ``arena``: None where a rank has none."""
+        """Runs the collective checks and yields each result. ``arena``: None if any rank has none."""
         yield CheckResult("host", "clock", *self._clocks())
         if arena is not None:
             yield CheckResult("host", "one directory", *self._directory(arena))
@@ -99,11 +99,11 @@ class LaunchedRanks:
         skew = max(one.time for one in self.ranks) - min(one.time for one in self.ranks)
         text = f"clocks of {len(self.ranks)} ranks are {skew:.3f} s apart"
         if skew > _MOST_SKEW_SECS:
-            return warned(text, "set them by NTP: object stores refuse requests", secs=skew)
+            return warned(text, "synchronize them with NTP: object stores refuse wrong times", secs=skew)
         return passed(text, secs=skew)
 
     def _directory(self, arena: Path) -> Result:
-        """Ranks of one node see one directory, and not one of their container's each."""
+        """Whether all ranks of this node see the same directory, and not each one of its own container."""
         word = secrets.token_hex(4) if self.rank == 0 else ""
         job = f"check-{gather(self.group, word, str)[0]}"
         node_dir, left, problem = arena / f"ftckpt-{job}" / self.me.node, "", ""
@@ -115,18 +115,19 @@ class LaunchedRanks:
                 words = gather(self.group, left, str)
             if read_word(node_dir) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
-        except (FtckptError, OSError) as error:  # told below, by all ranks together
+        except (FtckptError, OSError) as error:  # reported after the next collective, in which the others are
             problem = str(error)
-        self.group.gather(b"")  # all have read it
+        self.group.gather(b"")  # a barrier: all ranks have read the token
         if self.leads:
             remove_tree(node_dir.parent)
         if problem:
-            how = "let containers of a node share it (one --ipc, a hostPath), or give each a name with FTCKPT_NODE"
+            how = "let a node's containers share it (one --ipc, a hostPath), or name each a node with FTCKPT_NODE"
             return failed(problem, how)
-        return passed(f"the {len(self.cores)} rank(s) of node {self.me.node} see one")
+        return passed(f"{len(self.cores)} rank(s) of node {self.me.node} share one directory")
 
     def collect(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
-        """What all ranks have found, by rank; of a lost group what the first rank has from the store in time."""
+        """The results of all ranks, by rank. If the group is lost, rank 0 reads them from the job's store, and each
+        other rank has its own only."""
         try:
             return dict(enumerate(gather(self.group, found, list[CheckResult])))
         except RuntimeError:
@@ -137,26 +138,26 @@ class LaunchedRanks:
         return {self.rank: found}
 
     def _told(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
-        """``found`` and what the others have told the store of the job, and which of them have not."""
+        """``found`` and the results that other ranks have posted in the job's store, and the ranks without any."""
         everything, end = {0: found}, time.monotonic() + _LOST_SECS
-        # One notice for each: it asks a store that does not answer no more than once.
+        # One notice per rank: each queries an unreachable store at most once.
         silent = {rank: self._notice(f"found/{rank}") for rank in range(1, self.group.size)}
         while silent and time.monotonic() < end:
             for rank, notice in list(silent.items()):
-                with suppress(ValueError):  # nothing yet, or that the store cannot be reached
+                with suppress(ValueError):  # not posted yet, or the store is unreachable
                     everything[rank] = decode(notice.read().encode(), list[CheckResult])
                     del silent[rank]
                 if time.monotonic() >= end:
                     break
             time.sleep(_POLL_SECS)
         if silent:
-            text = f"{len(silent)} of {self.group.size} ranks told nothing: {listed(list(map(str, silent)), 4)}"
+            text = f"{len(silent)} of {self.group.size} ranks sent nothing: {listed(list(map(str, silent)), 4)}"
             nodes = listed(sorted({self.ranks[rank].node for rank in silent}), 4)
-            found.append(CheckResult(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see what their logs say"))
+            found.append(CheckResult(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see their logs"))
         return everything
 
     def leave(self) -> None:
-        """Behind the first rank, which shows what was found: a launcher ends all ranks when one has failed."""
+        """Waits until rank 0 has printed the results: a launcher ends all ranks once one has failed."""
         shown, end = self._notice("shown"), time.monotonic() + 2 * _LOST_SECS
         if self.rank == 0:
             shown.post("all of it")

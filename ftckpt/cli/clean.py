@@ -1,4 +1,4 @@
-"""``ftckpt clean``: delete the arenas of a job that no longer runs, on this node."""
+"""``ftckpt clean``: deletes this node's arenas of a job that does not run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ftckpt.memory.directory import clean_job
 
 
 def add_clean(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
+    """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser(
-        "clean", help="delete the arenas of a job that no longer runs, on this node, and end its SMP"
+        "clean", help="delete this node's arenas of a job that does not run, and stop its SMP"
     )
     parser.add_argument("job", help="name of the job")
     add_arena(parser)
@@ -22,7 +22,7 @@ def add_clean(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Delete and return the exit status: 1 where there is no such job. Raises ArenaError where the job is alive."""
+    """Deletes the arenas and returns the exit status, 1 if the job is unknown. Raises ArenaError if it runs."""
     is_there = job_directory(arguments.arena, arguments.job).exists()
     removed = clean_job(arguments.arena, arguments.job, lambda line: print(line, file=sys.stderr))
     for path in removed:

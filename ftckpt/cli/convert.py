@@ -1,4 +1,4 @@
-"""``ftckpt convert``: a checkpoint of one format and layout into one that any layout, or another program, loads."""
+"""``ftckpt convert``: converts a checkpoint to a format that any layout, or another program, loads."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _INTERRUPTED = 130
-"""What shells say of a command that Ctrl-C ended."""
-# Between lines of progress in a log that nobody watches live.
+"""The exit status that shells give a command ended by Ctrl-C."""
+# Between lines of progress without a terminal.
 _LINE_SECS = 5.0
 
 
 def add_convert(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("convert", help="write a checkpoint in another format, free of its layout")
+    """Adds the command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("convert", help="convert a checkpoint to a format that any layout loads")
     parser.add_argument("source", nargs="+", type=Path, metavar="SRC", help="checkpoint, or directories with arenas")
-    parser.add_argument("destination", type=Path, metavar="DST", help="directory to make; broken off, DST.partial")
+    parser.add_argument("destination", type=Path, metavar="DST", help="new directory; DST.partial until complete")
     parser.add_argument("--to", choices=FORMATS, default="universal", help="format of DST (default: %(default)s)")
-    parser.add_argument("--spec", metavar="FILE|NAME", help="where parameters lie, if the checkpoint does not say it")
+    parser.add_argument("--spec", metavar="FILE|NAME", help="where parameters are, if not in the checkpoint")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the specification"
     )
@@ -48,16 +48,16 @@ def add_convert(commands: Any) -> None:
         text = f"of {of} (default: %(default)s)"
         parser.add_argument(option, type=size_of(option), default="4GiB", metavar="SIZE", help=text)
     parser.add_argument("--workers", type=int, metavar="N", help="files at once (default: cores, 8 at most)")
-    parser.add_argument("--verify", action="store_true", help="read DST again and compare all with SRC")
+    parser.add_argument("--verify", action="store_true", help="read DST and compare it with SRC")
     parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
     parser.add_argument(
-        "--background", action="store_true", help="be last at cores and disks, and end when standard input does"
+        "--background", action="store_true", help="run at the lowest CPU and disk priority, until standard input ends"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and return the exit status. Raises ConfigError or ConvertError."""
+    """Converts and returns the exit status. Raises ConfigError or ConvertError."""
     if arguments.background:
         _stay_behind()
     try:
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _stay_behind() -> None:
-    """Memory is bounded by ``--max-memory`` alone, whatever the SMP that starts this may take."""
+    """Lowers this process's priorities, and lifts the data limit inherited from the SMP: ``--max-memory`` applies."""
     from ftckpt.smp.footprint import yield_cores, yield_disks
 
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -79,14 +79,14 @@ def _stay_behind() -> None:
 
 
 def _end_with_input() -> None:
-    # Nothing is ever written there: it ends with the process that holds the other end, however that ends.
+    # The starting process never writes to this pipe; it reads as ended once that process exits, even if killed.
     while os.read(0, 4096):
         pass
     os._exit(_INTERRUPTED)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    # Here and below: torch takes seconds to load, and ``--help`` and wrong options need none of it.
+    # Imported late, as in other functions: torch takes seconds to load, and ``--help`` does not need it.
     from ftckpt.universal.conversion import prepare
     from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
 
@@ -112,7 +112,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     if roles is not None and not roles:
         raise ConfigError("--roles: names no role; give a list such as weight,master")
     identity = {
-        # Resolved: the same command from another directory goes on with what was begun.
+        # Resolved: the same command from another directory resumes the conversion.
         "source": " ".join(str(path.resolve()) for path in arguments.source),
         "--to": arguments.to,
         "--spec": f"{arguments.spec or ''} {' '.join(sorted(arguments.set))}".strip(),
@@ -136,7 +136,7 @@ def _spec(arguments: argparse.Namespace) -> Spec | None:
         given[name] = int(value)
     if arguments.spec is None:
         if given:
-            raise ConfigError("--set: is for variables of a specification; give one with --spec")
+            raise ConfigError("--set: it sets variables of a specification; name one with --spec")
         return None
     return Spec.load(arguments.spec, given)
 
@@ -161,13 +161,12 @@ def _verify(conversion: Conversion, options: Options, destination: Path) -> None
     ):
         tensors = verify(conversion, written, options.workers, on_bytes)
         also = "" if written.catalog.origin == "safetensors" else ", and all objects that both have"
-    print(f"verified {tensors} tensors, read from both ends{also}, in {time.monotonic() - began:.1f} s")
+    print(f"verified {tensors} tensors against the source{also}, in {time.monotonic() - began:.1f} s")
 
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on stderr where that is a terminal, otherwise a line now and then."""
-    # A conversion must not fail for want of a bar: tqdm is there with the extra "cli".
+    """A progress bar on stderr if that is a terminal and tqdm (extra "cli") is installed, else lines of progress."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield _lines(what, total)
         return
@@ -196,7 +195,7 @@ def _lines(what: str, total: int) -> Callable[[int], object]:
 def _described(
     conversion: Conversion, options: Options, spec: Spec | None, arguments: argparse.Namespace
 ) -> Iterator[str]:
-    """What is there and what will be written; with ``--dry-run`` every tensor, file and rule."""
+    """Lines about source and destination; with ``--dry-run`` also every tensor, file and rule."""
     catalog = conversion.catalog
     layout = layout_name(catalog.layout) if catalog.layout else ""
     yield f"source       {catalog.origin}, iteration {catalog.iteration}{f', layout {layout}' if layout else ''}"
@@ -211,7 +210,7 @@ def _described(
     memory = min(options.max_memory, options.workers * conversion.memory())
     yield f"memory       {human(memory)} at most, {options.workers} workers, limit {human(options.max_memory)}"
     if conversion.left_out:
-        yield f"left out     {len(conversion.left_out)} tensors that {arguments.to} has no place for"
+        yield f"left out     {len(conversion.left_out)} tensors that {arguments.to} does not support"
     if not arguments.dry_run:
         return
     if arguments.destination.exists():

@@ -1,4 +1,4 @@
-"""``ftckpt ended``: whether the launcher run that FTCKPT_RUN names is over, for scripts that start a job again."""
+"""``ftckpt ended``: reports whether the launcher run named by FTCKPT_RUN is over, for scripts that restart jobs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ftckpt.memory.launch_record import RUN_VARIABLE, launcher_run
 
 
 def add_ended(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
+    """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser(
-        "ended", help=f"print the exit code and the reason where the run that {RUN_VARIABLE} names is over"
+        "ended", help=f"print the exit code and the reason if the run named by {RUN_VARIABLE} is over"
     )
-    parser.add_argument("--forget", action="store_true", help="remove what this machine knows of the run")
+    parser.add_argument("--forget", action="store_true", help="remove this machine's record of the run")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print ``CODE REASON``, or nothing where it may go on. Raises ConfigError where no run is named."""
+    """Prints ``CODE REASON``, or nothing if the run may continue. Raises ConfigError if no run is named."""
     if not os.environ.get(RUN_VARIABLE):
-        raise ConfigError(f"{RUN_VARIABLE} is not set: it names the run, in the environment of its ranks and of this")
+        raise ConfigError(f"{RUN_VARIABLE} is not set: set it to the run's name, for its ranks and for this command")
     launched = launcher_run(os.environ)
     outcome = launched.read()
     if outcome.over:

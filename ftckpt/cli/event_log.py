@@ -1,4 +1,4 @@
-"""Event logs on disk, as ``--ftckpt-events`` leaves them: which directories hold some, and their whole lines."""
+"""Reads the event logs that ``--ftckpt-events`` writes: finds directories with logs and parses complete lines."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ftckpt.model.text import listed
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 MOST_LINE_BYTES = 16 << 20
-"""What is longer is no event's: whatever has no ends of lines is read in such parts."""
+"""Longer than any event: bounds the memory for a file without line ends."""
 
 
 class LinePlace(NamedTuple):
-    """The file that a line stands in, and where."""
+    """The file and byte offset of a line."""
 
     path: Path
     offset: int
 
 
 class EventLog:
-    """The event files of one directory. ``num_broken`` counts lines that could not be read, ``num_lost`` lines
-    that were never written; ``is_cut``: the first lines of some file are gone."""
+    """The event files of one directory. ``num_broken`` counts unreadable lines, ``num_lost`` lines that were never
+    written; ``is_cut``: rotation has removed the first lines of some file."""
 
     def __init__(self, directory: Path) -> None:
         names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl" and is_log(path))
@@ -40,9 +40,9 @@ class EventLog:
         self.is_cut = False
 
     def lines(self, path: Path) -> Iterator[tuple[LinePlace, Mapping[str, Any]]]:
-        """Place and fields of every complete line, those of the older half first; the last may still be written."""
+        """Place and fields of every complete line, the rotated file's first; the last line may be incomplete."""
         with ExitStack() as stack:
-            # Opened together: a file that is rotated meanwhile is read as what it was.
+            # Both files are opened first: a rotation while reading does not change what is read.
             files = [(name, stack.enter_context(open(name, "rb"))) for name in with_older(path)]
             for name, file in files:
                 is_oldest = name == files[0][0]
@@ -61,49 +61,48 @@ class EventLog:
                     num = fields.get("dropped_lines", 0)
                     self.num_lost += num if isinstance(num, int) else 0
                     yield LinePlace(path, offset), fields
-            # In bytes, as ``seek`` takes them: tracks are read again by their offsets.
+            # In bytes, for ``seek``: timelines are read again by their offsets.
             offset += len(line)
 
     @property
     def notes(self) -> list[str]:
-        """That lines were left out, if any were."""
+        """Notes about broken, lost and removed lines, if any."""
         notes = [f"{count(self.num_broken, 'broken line')} of the event logs left out"] if self.num_broken else []
         if self.num_lost:
             notes.append(f"{count(self.num_lost, 'event')} lost: the file system of the logs did not answer")
         if self.is_cut:
-            notes.append("the oldest events are gone: their logs have come to their limit")
+            notes.append("the oldest events are gone: the logs have reached their size limit")
         return notes
 
 
 def is_log(path: Path) -> bool:
-    """Whether it can be read to its end: in a directory that holds anything a link may lead to a device, or a FIFO to
-    nobody."""
+    """Whether it is a regular file: a link to a device, or a FIFO, might never end."""
     return path.is_file()
 
 
 def event_logs(run: Path, remedy: str) -> list[EventLog]:
-    """The logs at or below ``run``; ``remedy`` is how to get some, for errors.
+    """The logs at or below ``run``; errors name ``remedy``, the way to get logs.
 
     Raises:
         EventLogError: no such directory, or no event logs in it.
     """
     if not run.is_dir():
-        raise EventLogError(f"{run}: no such directory; {remedy}, and give that DIR here")
+        raise EventLogError(f"{run}: no such directory; {remedy}, and name that DIR")
     found = {Path(directory): filter(_RANK_FILE.fullmatch, names) for directory, _, names in os.walk(run)}
     directories = [directory for directory, names in found.items() if any(is_log(directory / name) for name in names)]
     if not directories:
-        raise EventLogError(f"{run}: no event logs (rank0.jsonl and so on) here; {remedy}")
+        raise EventLogError(f"{run}: no event logs (rank0.jsonl and so on); {remedy}")
     return [EventLog(directory) for directory in directories]
 
 
 def note_of_choice(chosen: EventLog, others: set[str]) -> list[str]:
-    """That other directories have events too, if there are any."""
+    """A note about the other directories with events, if any."""
     names = sorted(others - {str(chosen.directory)})
     return [f"taken from {chosen.directory}, the newest; there are also {listed(names)}"] if names else []
 
 
 _MAX_NUMBER = 1e15
-"""No time, size or duration of a run is larger, and a page of one that is would have no end."""
+"""Larger than any time, size or duration of a run; a figure could not show more."""
 
 
 def _float(text: str) -> float | None:
@@ -116,21 +115,21 @@ def _int(digits: str) -> int | None:
 
 
 def parse_line(line: bytes) -> Mapping[str, Any] | None:
-    """The fields of a line of JSON, with null for numbers that no run has; None where it is none."""
+    """The fields of a line of JSON, with None for impossible numbers; None if the line is not a JSON object."""
     try:
         fields = json.loads(line, parse_int=_int, parse_float=_float, parse_constant=lambda name: None)
-    except (ValueError, RecursionError):  # deep nesting is broken too
+    except (ValueError, RecursionError):  # deep nesting counts as broken
         return None
     return fields if isinstance(fields, dict) else None
 
 
 def whole_number(value: Any) -> int:
-    """``value`` of a line as a count. Raises ValueError where it is none."""
+    """``value`` of a line as a count. Raises ValueError if it is not an integer of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
 
 
 def count(num: int, noun: str, nouns: str = "") -> str:
-    """``1 fault``, ``2 faults``; ``nouns`` is a plural of another kind."""
+    """``1 fault``, ``2 faults``; ``nouns`` is an irregular plural."""
     return f"{num} {noun if num == 1 else nouns or noun + 's'}"

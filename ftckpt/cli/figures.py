@@ -1,4 +1,4 @@
-"""Figures of a report, by matplotlib, as PNG: their size does not grow with the run."""
+"""The figures of a report, drawn by matplotlib as PNG, so that their size does not grow with the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SPAN_COLORS = {line.split()[0]: line.split()[1] for line in _SPANS.strip().spli
 _SPAN_NAMES = {line.split()[0]: line.split(maxsplit=2)[2] for line in _SPANS.strip().splitlines()}
 _MAX_RANKS = 64
 _MAX_NUMBERED = 16
-"""Ranks up to which micro-batches have numbers."""
+"""Up to so many ranks micro-batches are numbered."""
 
 
 def losses(own: Losses, reference: Losses, names: tuple[str, str], restarts: Sequence[Recovery]) -> bytes:
@@ -67,7 +67,7 @@ def restart_times(restarts: Sequence[Recovery]) -> bytes:
 
 
 def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> bytes:
-    """The time that training stood still for snapshots, by iteration."""
+    """The time for which snapshots blocked training, by iteration."""
     figure, axes = _axes("milliseconds", restarts)
     iterations = list(times)
     boundary, fence, slowest = (
@@ -115,7 +115,7 @@ def timeline(found: Timeline) -> bytes:
         for kind, bars in _bars(found, rank).items():
             kinds[kind] += 1
             lane = (row + 0.22, 0.22) if kind == "copy" else (row - 0.4, 0.58)
-            # Edges keep what is shorter than a pixel visible.
+            # Edges make spans shorter than a pixel visible.
             edge = "white" if kind in ("forward", "backward") else _SPAN_COLORS[kind]
             axes.broken_barh(bars, lane, facecolor=_SPAN_COLORS[kind], edgecolor=edge, linewidth=0.5)
         if len(ranks) <= _MAX_NUMBERED:
@@ -129,14 +129,14 @@ def timeline(found: Timeline) -> bytes:
 
 
 def shown(found: Timeline) -> tuple[RankTimeline, ...]:
-    """The ranks of a figure: beyond so many one of each stage."""
+    """The ranks of a figure: all, or one per stage if there are too many."""
     if len(found.ranks) <= _MAX_RANKS:
         return found.ranks
     return tuple({rank.stage: rank for rank in reversed(found.ranks)}.values())[:_MAX_RANKS:][::-1]
 
 
 def merged(copies: Iterable[Copy], gap_secs: float) -> Iterator[Copy]:
-    """The copies, as one where they overlap or less than ``gap_secs`` lies between them."""
+    """The copies, with those merged that overlap or are at most ``gap_secs`` apart."""
     current: Copy | None = None
     for copy in sorted(copies):
         if current is not None and copy.begin - current.end <= gap_secs:
@@ -150,7 +150,7 @@ def merged(copies: Iterable[Copy], gap_secs: float) -> Iterator[Copy]:
 
 
 def _bars(found: Timeline, rank: RankTimeline) -> dict[str, list[tuple[float, float]]]:
-    """Begin and length in milliseconds, by kind; the short ones last, above their neighbours."""
+    """Begin and length in milliseconds, by kind; kind ``stop`` last, so that its short bars are drawn on top."""
     bars: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _SPAN_NAMES}
     shift = rank.begin - found.origin
     for span in rank.spans:
@@ -162,7 +162,7 @@ def _bars(found: Timeline, rank: RankTimeline) -> dict[str, list[tuple[float, fl
 
 
 def _number(axes: Axes, found: Timeline, rank: RankTimeline, row: int) -> None:
-    """Write the number of each micro-batch into its forward and backward."""
+    """Writes the number of each micro-batch into its forward and backward."""
     seen: Counter[str] = Counter()
     for span in rank.spans:
         if span.kind in ("forward", "backward") and span.end - span.begin > rank.secs / 60:
@@ -173,7 +173,7 @@ def _number(axes: Axes, found: Timeline, rank: RankTimeline, row: int) -> None:
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
-    # Here: matplotlib takes long to load, and need not be installed for other commands.
+    # Imported late: matplotlib loads slowly and may not be installed.
     from matplotlib.figure import Figure
 
     figure = Figure((_WIDTH, height))

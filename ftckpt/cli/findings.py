@@ -1,4 +1,4 @@
-"""What ``ftckpt check`` finds: rows of its table, and of its JSON."""
+"""The results of ``ftckpt check``: rows of its table and of its JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ PASSED, WARNED, FAILED, SKIPPED = "passed", "warned", "failed", "skipped"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at. ``remedy`` is there unless it passed; ``figures`` are what was measured, with
-    their units in their names."""
+    """The result of one check. ``remedy`` is empty if it passed; names of ``figures`` end in their units."""
 
     area: str
     name: str
@@ -25,7 +24,7 @@ class CheckResult:
 
 
 class Result(NamedTuple):
-    """The outcome of one look; fields as in ``CheckResult``."""
+    """The outcome of a check's function; fields as in ``CheckResult``."""
 
     state: str
     text: str
@@ -50,8 +49,8 @@ def skipped(text: str) -> Result:
 
 
 def attempt(area: str, name: str, look: Callable[[], Result]) -> CheckResult:
-    """What ``look`` finds; what it raises is a failure of that one thing, and others are looked at all the same."""
+    """Runs one check; an exception is a failed check and does not stop the others."""
     try:
         return CheckResult(area, name, *look())
-    except Exception as error:  # noqa: BLE001 - whatever a driver or a kernel says is what the user must see
-        return CheckResult(area, name, FAILED, in_words(error), "mend what it says, then check again")
+    except Exception as error:  # noqa: BLE001 - the user must see any error of a driver or a kernel
+        return CheckResult(area, name, FAILED, in_words(error), "fix the cause, then check again")

@@ -1,7 +1,7 @@
 """The history of a run, from the events of its ranks and SMPs: attempts, restarts and their causes, the cost of
 snapshots, their ages and protection.
 
-Files are read line by line, each of them once. Memory grows with the iterations of the run and not with its ranks.
+Each file is read once, line by line. Memory grows with the run's iterations, not with its ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ Line = Mapping[str, Any]
 
 _REMEDY = "run with --ftckpt-events DIR"
 _MAX_RANKS = 64
-"""Blocked time is remembered of so many ranks: a median does not need them all."""
+"""Ranks whose blocked times are stored: enough for a median."""
 _MAX_DETAIL = 240
 _WHO = ("time", "event", "rank", "process", "pid")
 
 
 @dataclass(frozen=True)
 class BlockedTime:
-    """Seconds that training stood still in one iteration: the median rank's two parts, the slowest's sum."""
+    """Seconds for which snapshots blocked training in one iteration: both parts for the median rank, and the slowest
+    rank's sum."""
 
     boundary: float
     fence: float
@@ -50,7 +51,7 @@ class BlockedTime:
 
 @dataclass
 class Alarm:
-    """A kind of loud event: how often it came, from whom, and the fields of the first."""
+    """A kind of loud event: how often it occurred, from which processes, and the fields of the first."""
 
     num: int = 0
     first_at: float = math.inf
@@ -60,7 +61,7 @@ class Alarm:
 
 @dataclass
 class RunHistory:
-    """The history of a run. ``losses``: (iteration, loss) in the order in which they were logged."""
+    """The history of a run. ``losses``: (iteration, loss) in the order of the log."""
 
     directory: Path
     began_at: float
@@ -77,14 +78,14 @@ class RunHistory:
 
     @property
     def failures(self) -> list[Recovery]:
-        """The restarts after failures, without launches by somebody."""
+        """The restarts after failures, without new launches of the job."""
         return [restart for restart in self.restarts if restart.is_failure]
 
     def ages(self) -> Iterator[Age]:
         """The ages of snapshots at each boundary."""
         on_storage: set[int] = set()
         for attempt in self.attempts:
-            # What is newer than the snapshot that an attempt started from was rolled back.
+            # Checkpoints newer than the attempt's start were rolled back.
             on_storage = {one for one in on_storage if one <= (attempt.start or 0)}
             if attempt.source == "storage" and attempt.start is not None:
                 on_storage.add(attempt.start)
@@ -93,7 +94,7 @@ class RunHistory:
 
 
 def read_history(run: Path) -> RunHistory:
-    """The history of the run whose event logs are at or below ``run``; of several the one that began last.
+    """The history of the run whose event logs are at or below ``run``; of several, the run that started last.
 
     Raises:
         EventLogError: no such directory, or no event logs in it.
@@ -118,8 +119,8 @@ def read_history(run: Path) -> RunHistory:
 
 
 def read_losses(directories: Iterable[Path]) -> tuple[Losses, int]:
-    """(iteration, loss) from the first of these directories with a file of JSON lines that have both, as the example
-    scripts write them; and how many were no finite numbers."""
+    """(iteration, loss) from the first of ``directories`` that has a file of JSON lines with both, as the example
+    scripts write; and the number of losses that are not finite."""
     for directory in directories:
         for path in sorted(directory.glob("*.jsonl")):
             rows = list(_loss_lines(path)) if is_log(path) else []
@@ -146,7 +147,7 @@ def _began_at(log: EventLog) -> float:
 
 
 class _Reader:
-    """Takes in the lines of one log, file by file."""
+    """Reads the files of one log into attempts and other facts."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -161,21 +162,21 @@ class _Reader:
         self.conditions: dict[str, Line] = {}
 
     def sorted_attempts(self) -> list[Attempt]:
-        # By time: lineages are random, and files of ranks show no order between attempts.
+        # By time: lineages are random, and a rank's file may lack some attempts.
         return sorted(self.attempts.values(), key=lambda attempt: attempt.restored_at)
 
     def read_rank(self, path: Path, is_sampled: bool) -> None:
-        """Read a rank's file; ``is_sampled``: blocked times are remembered too."""
+        """Reads a rank's file; ``is_sampled``: including blocked times."""
         rank = _RankFile(self, int(path.stem.removeprefix("rank")), is_sampled)
         self._read(path, rank.take)
         self.evidence.fruitless += rank.fruitless()
 
     def read_other(self, path: Path, attempts: Sequence[Attempt]) -> None:
-        """Read the file of an SMP, or notes of somebody else's."""
+        """Reads the file of an SMP, or faults and ends noted by another program."""
         begins = [attempt.joined_at for attempt in attempts]
 
         def take(line: Line) -> None:
-            # An SMP outlives attempts and does not know their lineages: time tells.
+            # An SMP outlives attempts and does not know their lineages: its events are assigned by time.
             place = bisect_right(begins, line["time"]) - 1
             if line["event"] == "fault":
                 self.evidence.faults.append(_fault_note(line))
@@ -183,7 +184,7 @@ class _Reader:
                 self.evidence.gone_at[whole_number(line["pid"])] = line["time"]
             elif line["event"] == "checked" and place >= 0:
                 snapshot = attempts[place].snapshots[whole_number(line["iteration"])]
-                # A bit for each shard: a set for each iteration would grow with ranks times iterations.
+                # A bit per shard: sets would take memory for ranks times iterations.
                 snapshot.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
                 snapshot.checked_at = max(snapshot.checked_at, line["time"])
 
@@ -208,11 +209,11 @@ class _Reader:
             alarm.first_at, alarm.detail = time, text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
 
     def notes(self, attempts: Sequence[Attempt], num_odd_losses: int) -> Iterator[str]:
-        """Remarks on what the rest of a history does not show."""
+        """Notes about facts that the other fields of a history do not have."""
         last_start = attempts[-1].joined_at if attempts else 0.0
         for note in self.evidence.faults:
             if note.time > last_start:
-                yield f"fault {note.name} was noted and no attempt followed"
+                yield f"no attempt followed fault {note.name}"
         refused = {
             rank
             for rank, time in self.evidence.fruitless
@@ -221,10 +222,10 @@ class _Reader:
         if refused:
             yield f"a launch during an attempt was refused on {count(len(refused), 'rank')}"
         if num_odd_losses:
-            yield f"{num_odd_losses} logged losses are no finite numbers and not drawn"
+            yield f"{num_odd_losses} logged losses are not finite and not drawn"
 
     def blocked_by_iteration(self) -> dict[int, BlockedTime]:
-        """The cost of snapshots; of an iteration that was trained again the last attempt counts."""
+        """The cost of snapshots by iteration; for an iteration trained again, that of the last attempt."""
         return {
             iteration: BlockedTime(
                 median(boundary for boundary, _ in ranks.values()),
@@ -237,7 +238,7 @@ class _Reader:
 
 @dataclass
 class _Start:
-    """One call of restore() in one process of a rank, and the attempt that it became part of."""
+    """One call of restore() in one process of a rank, and the attempt that it belongs to."""
 
     joined: Line
     attempt: Attempt | None = None
@@ -248,8 +249,8 @@ class _Start:
 
 
 class _RankFile:
-    """Reads one rank's file. Attempts follow each other in it, and a start that is refused writes beside a running
-    one: the process tells whose a line is."""
+    """Reads one rank's file. It has several attempts, and a refused start may write concurrently with a running one:
+    the pid assigns lines to starts."""
 
     def __init__(self, reader: _Reader, rank: int, is_sampled: bool) -> None:
         self._reader, self._rank, self._is_sampled = reader, rank, is_sampled
@@ -307,7 +308,7 @@ class _RankFile:
         iteration, fence_secs = whole_number(line["iteration"]), start.fence_secs
         self._pass_boundary(start, iteration, line["time"])
         if start.attempt is not None and self._is_sampled:
-            # The fence before this boundary belongs to the snapshot before it; both blocked this iteration.
+            # The fence before this boundary belongs to the previous snapshot; both blocked this iteration.
             self._reader.blocked[iteration][self._rank] = (line["blocked_secs"] + 0.0, fence_secs)
 
     def _on_skipped(self, start: _Start, line: Line) -> None:
@@ -353,7 +354,7 @@ class _RankFile:
     def _on_closed(self, start: _Start, line: Line) -> None:
         if start.attempt is not None:
             start.attempt.closed.add(self._rank)
-            # Boundaries between snapshots leave no event: only the end tells how far a rank came.
+            # Boundaries without a snapshot have no event: only this event has the rank's last iteration.
             start.attempt.last_iteration = max(start.attempt.last_iteration, line["iteration"] + 0)
 
 

@@ -1,4 +1,4 @@
-"""``ftckpt init``: scripts and configurations to start a job with, written where they can be changed."""
+"""``ftckpt init``: writes editable launch scripts and configurations to a directory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ftckpt.memory.directory import fresh_name
 
 
 class Kit(NamedTuple):
-    """What one way of starting jobs needs: files by their patterns, as they lie in the repository, and how to go on.
+    """The files for one way of starting jobs, as patterns relative to the repository, and example commands.
 
-    In a command ``{here}`` is the directory in front of them, as the user named it, ``{root}`` its whole path.
-    ``needs``: what must be installed beside ftckpt. ``on_cpus``: what trains without a GPU, too.
+    In a command ``{here}`` is the target directory as the user named it, ``{root}`` its absolute path.
+    ``needs``: packages to install. ``on_cpus``: how to train without a GPU.
     """
 
     help: str
@@ -86,8 +86,8 @@ KITS = {
             _WATCH,
         ),
         needs="It needs DeepSpeed: pip install 'ftckpt[deepspeed]'",
-        on_cpus="Without a GPU it trains on CPU cores: put --nproc 4 before the script. The first start compiles for "
-        "some minutes",
+        on_cpus="Without a GPU it trains on CPU cores: put --nproc 4 before the script. The first start compiles "
+        "code for some minutes",
     ),
     "monitoring": Kit(
         "alerts for Prometheus and a dashboard for Grafana",
@@ -105,42 +105,39 @@ KITS = {
 
 
 def add_init(commands: Any) -> None:
-    """Add ``init`` to the parser of ``ftckpt``."""
+    """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser("init", help="write scripts and configurations that start a job")
     kits = "; ".join(f"{name}: {kit.help}" for name, kit in KITS.items())
     parser.add_argument("kit", choices=KITS, metavar="KIT", help=kits)
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where they go; made where it is missing")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="target directory; created if missing")
     parser.add_argument("--force", action="store_true", help="replace files that differ from ftckpt's")
     parser.set_defaults(run=run_init)
 
 
 def shipped() -> Path:
-    """The directory above ``launch``, ``configs`` and ``patches``: inside an installed package, above one in a
-    checkout."""
+    """The parent of ``launch``, ``configs`` and ``patches``: in an installed package, or the root of a checkout."""
     package = Path(ftckpt.__file__).parent
     inside = package / "shipped"
     return inside if inside.is_dir() else package.parent
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Write the kit.
+    """Writes the kit and prints the next steps.
 
     Raises:
-        ConfigError: something else lies there under such a name, or it cannot be written; nothing was written.
+        ConfigError: other files have these names, or a file cannot be written; nothing was written.
     """
     kit, to, root = KITS[arguments.kit], arguments.directory, shipped()
     names = sorted({str(path.relative_to(root)) for pattern in kit.patterns for path in root.glob(pattern)})
     missing = [pattern for pattern in kit.patterns if not any(root.glob(pattern))]
     if missing:
-        raise ConfigError(
-            f"this installation has no {', '.join(missing)} in {root}: install ftckpt's wheel, or a checkout"
-        )
+        raise ConfigError(f"{root} has no {', '.join(missing)}: install ftckpt from its wheel or from a checkout")
     there = [name for name in names if (to / name).exists() or (to / name).is_symlink()]
     other = [name for name in there if not _same(root / name, to / name)]
     if other and not arguments.force:
         raise ConfigError(
-            f"{to} has other files under these names: {', '.join(other)}; name another directory, or replace them "
-            "with --force"
+            f"{to} has other files of these names: {', '.join(other)}; name another directory, or replace them with "
+            "--force"
         )
     _write(root, to, names)
     for name in names:
@@ -153,7 +150,7 @@ def run_init(arguments: argparse.Namespace) -> int:
 
 
 def _write(root: Path, to: Path, names: Sequence[str]) -> None:
-    """Write all of the files or, where one cannot be written, none; directories that were made go with them."""
+    """Writes all files, or none if one cannot be written: then new directories are removed, too."""
     made: list[Path] = []
     try:
         with ExitStack() as half_made:

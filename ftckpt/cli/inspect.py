@@ -1,4 +1,4 @@
-"""``ftckpt inspect``: what arenas hold, slot by slot, and whether it is what was sealed."""
+"""``ftckpt inspect``: lists the slots of arenas, and verifies them against their checksums."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _MOST_NAMED = 8
 
 
 def add_inspect(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("inspect", help="show what arenas hold")
+    """Adds the command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("inspect", help="show the slots of arenas")
     parser.add_argument(
         "what", metavar="JOB|PATH",
-        help="name of a job, or a path: of a directory of jobs, a job, a node or an arena, or of a slot file",
+        help="name of a job, or path of a directory of jobs, a job, a node, an arena or a slot file",
     )  # fmt: skip
     add_arena(parser)
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
@@ -43,7 +43,7 @@ def add_inspect(commands: Any) -> None:
 
 
 class Inspection:
-    """Rows of the table, remarks below it, and whether anything is corrupt."""
+    """Rows of the table, notes below it, and whether anything is corrupt."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, ...]] = []
@@ -51,19 +51,19 @@ class Inspection:
         self.corrupt = False
 
     def bad(self, note: str) -> None:
-        """Remember that something is corrupt."""
+        """Adds a note about corruption."""
         self.corrupt = True
         self.notes.append(note)
 
     def print(self) -> None:
-        """Write the table and the remarks to stdout."""
+        """Writes the table and the notes to stdout."""
         print(aligned([_COLUMNS, *self.rows], len(_COLUMNS)))
         for note in self.notes:
             print(note)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is there and return the exit status: 1 where something is corrupt. Raises ArenaError."""
+    """Prints the slots and returns the exit status, 1 if anything is corrupt. Raises ArenaError."""
     path = _path_of(arguments.what, arguments.arena)
     inspection = Inspection()
     if path.is_file() and (path.parent / CONTROL_NAME).exists():
@@ -84,16 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _no_arenas(path: Path) -> str:
-    # Here: torch takes seconds to load, and arenas need none of it.
+    # Imported late: torch takes seconds to load, and arenas do not need it.
     from ftckpt.universal.formats import description
 
     if there := description(Path(locate(str(path)).where)):
         return f"{path} {there}"
-    return f"{path}: no arenas here; name a job, or a directory of jobs, a job, a node or an arena"
+    return f"{path} has no arenas; name a job, or a directory of jobs, a job, a node or an arena"
 
 
 def _path_of(what: str, root: Path) -> Path:
-    """A name is a job's first, as other commands have it. Raises ArenaError where neither is there."""
+    """The job's directory, or else the path ``what``. Raises ArenaError if neither exists."""
     path = job_directory(root, what) if is_name(what) else Path(what)
     path = path if path.exists() else Path(what)
     if not path.exists():
@@ -103,7 +103,7 @@ def _path_of(what: str, root: Path) -> Path:
 
 
 def _arenas_under(path: Path) -> Iterable[Path]:
-    """Of an arena, a node or a job; directories in which no arena is are of others."""
+    """Arenas of an arena's, a node's or a job's directory; directories without arenas are skipped."""
     if _is_arena(path):
         return [path]
     children = list_directories(path)
@@ -131,15 +131,15 @@ def _inspect_arena(inspection: Inspection, path: Path, name: str, only: str | No
             if only in (None, slot_name(slot)):
                 _inspect_slot(inspection, name, arena, slot, verify)
         control = arena.control
-        inspection.notes.append(f"{name}: newest snapshot known to be whole on all ranks: {_name(control.whole())}")
+        inspection.notes.append(f"{name}: newest committed snapshot: {_name(control.whole())}")
         for what, snapshot in (("being protected", control.target()), ("protected", control.protected())):
             if snapshot is not None:
                 inspection.notes.append(f"{name}: {what} on all nodes: {_name(snapshot)}")
 
 
 def _inspect_ranks(inspection: Inspection, node_dir: Path) -> None:
-    """Where the ranks are that train on the node."""
-    if not (node_dir / PULSE_NAME).exists():  # to open it would make it
+    """Notes the position of each live rank of the node."""
+    if not (node_dir / PULSE_NAME).exists():  # open() would create it
         return
     now_ns = time.monotonic_ns()
     for pulse in Liveness(node_dir).judge(Heartbeat.open(node_dir, None).ranks()):
@@ -172,7 +172,7 @@ def _inspect_slot(inspection: Inspection, name: str, arena: Arena, slot: int, ve
 
 
 def _gap(arena: Arena, slot: int, record: SlotRecord) -> str:
-    """Time from the seal until there were checksums, before which bad memory goes unnoticed."""
+    """Time from the seal to the checksums: corruption in that gap is not detected."""
     if not record.sealed:
         return "-"
     if record.hashed:  # checksums were there before the seal
@@ -192,7 +192,7 @@ def _problems(arena: Arena, slot: int, record: SlotRecord, verify: bool) -> list
         return []
     bad = arena.verify(slot).names
     now = arena.control.record(slot)
-    # A live trainer that took the slot back while it was read has corrupted nothing.
+    # Bytes of a slot that a live rank has reused meanwhile are not corrupt.
     return [] if (now.state, now.sequence) != (record.state, record.sequence) and not now.torn else bad
 
 

@@ -1,4 +1,4 @@
-"""What the nodes of a job tell: this machine's by what lies in its memory, with or without ranks or an SMP; others by
+"""The state of a job's nodes: this machine's from shared memory, with or without ranks or an SMP; other nodes' from
 their SMPs, whose addresses and secret an SMP on this machine has stored."""
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from ftckpt.smp.reports import rank_report, unpacked
 from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
 
 _MOST_AT_ONCE = 32
-"""Nodes that are asked at a time; each answers in a moment, or takes the whole of the time to wait."""
+"""Nodes queried at the same time; a node answers within milliseconds or blocks a thread until its timeout."""
 
 _PREFIX = "ftckpt-"
-"""Of the directory of a job."""
+"""The prefix of a job's directory."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,12 +43,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class NodeState:
-    """What is known of one node.
+    """The state of one node.
 
-    ``told``: its memory was seen, ``inventory`` is what lies there, and ``trainers`` are its ranks as
-    ``smp.reports.rank_report`` has them. ``whole``, ``protected``: the newest such snapshot, by its marks. ``smp``:
-    the answer of its SMP to ``status``; None: none answers, for the reason ``problem``. Of nodes on this machine,
-    which ``is_here``, alone: ``nbytes`` of memory.
+    ``told``: its memory was read; ``inventory`` and ``trainers`` (see ``smp.reports.rank_report``) are known.
+    ``whole``, ``protected``: iterations of its newest committed and newest protected snapshot, -1: none. ``smp``: the
+    SMP's status; None if no SMP answers, because of ``problem``. ``is_here``: the node is this machine; only then
+    ``nbytes``, its memory, is known.
     """
 
     node: str
@@ -65,7 +65,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class JobNodes:
-    """The nodes of one job; ``description`` is what an SMP on this machine was told last, empty where none was."""
+    """The nodes of one job. ``description``: the job's configuration, stored by an SMP on this machine, or empty."""
 
     root: Path
     job: str
@@ -75,16 +75,16 @@ class JobNodes:
 
     @property
     def protects(self) -> bool:
-        """Whether anything is protected, as far as this machine knows."""
+        """Whether protection is on; true if this machine does not know."""
         return bool(self.description.get("modes", True))
 
     @property
     def inventory(self) -> Inventory:
-        """What lies in the memory of all nodes that have told."""
+        """The inventory of all nodes whose memory was read."""
         return Inventory.join(node.inventory for node in self.nodes)
 
     def protection(self, query: Query) -> list[NodeProtection]:
-        """What those nodes have for a snapshot that does not lie in slots; of a node that is gone by now nothing."""
+        """Parity and packages of those nodes for a snapshot with missing shards; empty for a node that fails now."""
         shards, job_dir = tuple(sorted(query.lacking(self.inventory, ()))), job_directory(self.root, self.job)
 
         def ask(node: NodeState) -> NodeProtection:
@@ -99,7 +99,7 @@ class JobNodes:
         return _each(ask, [node for node in self.nodes if node.told])
 
     def ask_others(self) -> JobNodes:
-        """With the nodes of other machines."""
+        """Adds the nodes of other machines."""
         here = {node.node for node in self.nodes}
         others = [name for name in self.description.get("nodes", ()) if name not in here]
         return replace(self, nodes=(*self.nodes, *_each(self._other, others)))
@@ -114,7 +114,7 @@ class JobNodes:
         return NodeState(name, True, inventory, tuple(fields.get("trainers", ())), whole, protected, smp=fields)
 
     def _ask(self, node: str, request: SmpRequest) -> Reply:
-        """Raises FtckptError: it does not answer, or refuses."""
+        """Sends a request to the SMP of ``node``. Raises FtckptError if it does not answer, or refuses."""
         deadline = time.monotonic() + self.timeout_secs
         deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
         settings = self.description.get("settings", {})
@@ -134,38 +134,38 @@ class JobNodes:
 
 
 def job_directory(root: Path, job: str) -> Path:
-    """Where the nodes of ``job`` have their memory on this machine."""
+    """The directory of ``job`` on this machine, with one directory per node."""
     return job_node_path(root, job, "node").parent
 
 
 def jobs_in(root: Path) -> list[str]:
-    """Names of jobs that have memory on this machine, into which this user may look."""
+    """Names of the jobs on this machine whose memory this user may read."""
     paths = [path for path in _job_directories(root) if _is_open(path)]
     return [path.name.removeprefix(_PREFIX) for path in paths if _node_names(path)]
 
 
 def own_jobs_in(root: Path) -> list[str]:
-    """Those of ``jobs_in`` that are this user's: root may look into all."""
+    """Names of this user's jobs: ``jobs_in`` has all jobs for root."""
     own: list[str] = []
     for job in jobs_in(root):
-        with suppress(OSError):  # a job that ends meanwhile
+        with suppress(OSError):  # the job has ended meanwhile
             if job_directory(root, job).lstat().st_uid == os.geteuid():
                 own.append(job)
     return own
 
 
 def closed_jobs_in(root: Path) -> list[str]:
-    """Names of jobs on this machine into whose memory this user may not look, with their users."""
+    """Names and users of the jobs on this machine whose memory this user may not read."""
     closed: list[str] = []
     for path in _job_directories(root):
-        with suppress(OSError):  # a job that ends meanwhile
+        with suppress(OSError):  # the job has ended meanwhile
             if not _is_open(path) and path.is_dir():
                 closed.append(f"{path.name.removeprefix(_PREFIX)} of {user_name(path.lstat().st_uid)}")
     return closed
 
 
 def _job_directories(root: Path) -> list[Path]:
-    # Anybody may make anything in a place that is for all: what is no name is no job, and is not printed either.
+    # Any user may create files in a shared tmpfs: other names are not jobs, and are never printed.
     paths = [path for path in root.glob(f"{_PREFIX}*") if is_name(path.name.removeprefix(_PREFIX))]
     return sorted(path for path in paths if path.is_dir() and not path.name.startswith(RUNS_PREFIX))
 
@@ -178,11 +178,11 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
     """The nodes of ``job`` on this machine.
 
     Raises:
-        ArenaError: there is none; names the jobs that are there.
+        ArenaError: there is none; names the jobs that exist.
     """
     job_dir = job_directory(root, job)
     if job_dir.is_dir() and not _is_open(job_dir):
-        raise ArenaError(f"job {job!r} belongs to {user_name(job_dir.stat().st_uid)}: no other sees what it has")
+        raise ArenaError(f"job {job!r} belongs to {user_name(job_dir.stat().st_uid)}: only that user may read it")
     names = _node_names(job_dir)
     if not names:
         jobs = ", ".join(jobs_in(root)) or "none"
@@ -193,8 +193,8 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
 
 
 def _described(node_dir: Path) -> dict[str, Any]:
-    """What an SMP of that node was told last, or would be told; empty where nothing is known."""
-    with suppress(SmpError):  # of another version: its SMP says so itself
+    """The job's configuration as stored for the SMP of that node, or empty."""
+    with suppress(SmpError):  # of another version, which its SMP reports
         return load_description(node_dir) or {}
     return {}
 
@@ -212,7 +212,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
         state = replace(state, nbytes=used_bytes(node_dir))
     except FtckptError as error:
         state = replace(state, problem=str(error))
-    if (node_dir / PULSE_NAME).exists():  # to open it would make it
+    if (node_dir / PULSE_NAME).exists():  # open() would create it
         ranks = Liveness(node_dir).judge(Heartbeat.open(node_dir, None).ranks())
         state = replace(state, trainers=tuple(rank_report(pulse) for pulse in ranks))
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
@@ -224,14 +224,14 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
 
 
 def _newest(marks: Iterable[SnapshotId | None]) -> int:
-    """The newest iteration that they name, -1: none."""
+    """The newest iteration, -1: none."""
     return max((snapshot.iteration for snapshot in marks if snapshot is not None), default=-1)
 
 
 def _node_names(job_dir: Path) -> list[str]:
-    """Of the nodes of a job: directories in its own that have arenas, or whose SMP lives."""
+    """Names of a job's nodes: directories with arenas or with the lock of an SMP."""
     names: list[str] = []
-    with suppress(OSError):  # it ends meanwhile, or another user keeps a directory in it to himself
+    with suppress(OSError):  # the job has ended meanwhile, or a directory in it is another user's
         for path in list_directories(job_dir):
             if is_name(path.name) and (list_arenas(path) or (path / SMP_LOCK_NAME).exists()):
                 names.append(path.name)
@@ -239,7 +239,7 @@ def _node_names(job_dir: Path) -> list[str]:
 
 
 def _each(ask: Callable[[T], R], of: Iterable[T]) -> list[R]:
-    """The answer of each, in order; asked at the same time."""
+    """The results of ``ask`` in order, computed in parallel threads."""
     every: Sequence[T] = list(of)
     if not every:
         return []

@@ -1,8 +1,6 @@
-"""The ``ftckpt`` command: say what a job has, look at arenas, delete those of a dead job, show what a run went
-through and what was copied when, plan protection, convert checkpoints, look at those on storage.
+"""The entry point of ``ftckpt``: parses the command line and runs one command.
 
-Exit status: 0 good, 1 something inspected is corrupt or what was asked for cannot be had, 2 the command could not be
-carried out, 130 it was interrupted.
+Exit status: 0 success; 1 corrupt data, or a negative answer; 2 the command failed; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ from ftckpt.errors import ConfigError, FtckptError, SettingSyntax, settings_are_
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
-        # Half an option's name would be taken for another one as soon as that is there, too.
+        # An abbreviation in a script could become ambiguous, or mean another option, in a later version.
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Raise ConfigError for words that the command does not know."""
+        """Raises ConfigError for arguments that the command does not have."""
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
         close = difflib.get_close_matches(word, self._option_string_actions, n=1) if word.startswith("-") else []
         self.error(
@@ -51,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (default: the process's own) and return its exit status."""
+    """Runs the command line ``argv`` (default: that of the process) and returns its exit status."""
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     parser.add_argument("--version", action="version", version=f"ftckpt {ftckpt.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
@@ -70,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = run(arguments)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever reads has what it wanted, as ``head``
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+    except BrokenPipeError:  # the reader closed the pipe, as ``head`` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt as interrupt:  # with what a command adds to it
+    except KeyboardInterrupt as interrupt:  # its arguments are a command's explanations
         print("; ".join(["ftckpt: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 128 + signal.SIGINT
     except (FtckptError, OSError) as error:
-        # One line, whatever the text: it ends up in logs of launchers.
+        # One line, for the logs of launchers.
         print(f"ftckpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

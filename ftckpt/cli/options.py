@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_BYTES = 1 << 60
 
 
 def add_arena(parser: argparse.ArgumentParser) -> None:
-    """Add ``--arena``: where the memory of jobs is."""
+    """Adds ``--arena``, the directory of all jobs' shared memory."""
     parser.add_argument("--arena", type=Path, default=Path(Config().arena), help="tmpfs (default: %(default)s)")
 
 
 def size_of(option: str, minimum: str = "1B") -> Callable[[str], int]:
-    """What reads a size of ``minimum`` or more, in bytes; ConfigError, which names the ``option``, for any other."""
+    """A parser of sizes, in bytes, for ``option``; raises ConfigError for a malformed size or one out of range."""
 
     def read(text: str) -> int:
         try:
@@ -34,5 +34,5 @@ def size_of(option: str, minimum: str = "1B") -> Callable[[str], int]:
 
 
 def add_node_memory(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add ``--node-memory``, in bytes, None where it is not given; ``text`` is what ``--help`` says of it."""
+    """Adds ``--node-memory``, in bytes, by default None, with ``text`` as its help."""
     parser.add_argument("--node-memory", type=size_of("--node-memory"), metavar="SIZE", help=text)

@@ -1,5 +1,4 @@
-"""``ftckpt plan``: what protection would survive, what it costs, and whether nodes have that, for a job that need
-not run yet."""
+"""``ftckpt plan``: which losses a planned job survives, what protection costs, and whether nodes have room for it."""
 
 from __future__ import annotations
 
@@ -28,18 +27,18 @@ from ftckpt.units import in_words as rate_in_words
 from ftckpt.units import rate
 
 _MANY_RANKS = 20_000
-"""Above that a plan takes seconds: people are told."""
+"""Above that a plan takes seconds, and a line warns of it."""
 
 _STORE_BYTES_PER_SEC = 1e9
 """Assumed rate at which a node writes to storage."""
 
 _FLUSH_SHARE = 0.01
-"""Share of training that a flush takes while it runs: assumed."""
+"""Assumed slowdown of training during a flush."""
 
 
 def add_plan(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("plan", help="show what protection would survive and cost for a job of a given size")
+    """Adds the command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("plan", help="show which losses a job of a given size survives, and what it costs")
     add_shape(parser)
     defaults = Config()
     settings = {setting.name: setting for setting in fields(Config)}
@@ -49,28 +48,27 @@ def add_plan(commands: Any) -> None:
     for name in ("protect", "network_rate", "persist", "mtbf"):
         parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
     add_node_memory(
-        parser, "host memory of a node beside training, such as 512GiB: whether all fits is answered; status 1: no"
+        parser, "host memory of a node that training leaves free, such as 512GiB; exit status 1: the job does not fit"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and return the exit status: 1 where it does not fit ``--node-memory``.
+    """Prints the plan and returns the exit status, 1 if it does not fit ``--node-memory``.
 
     Raises:
-        ConfigError: a job that cannot be.
+        ConfigError: an impossible job.
     """
     settings_are_written(SettingSyntax.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
     job, node_bytes = job_of(arguments, config), arguments.node_memory
     if node_bytes and config.memory_limit_bytes > node_bytes:
         raise ConfigError(
-            f"--memory-limit: {config.memory_limit} is more than --node-memory has; give "
-            "that at most, or leave --memory-limit out"
+            f"--memory-limit: {config.memory_limit} is more than --node-memory; lower it, or leave it out"
         )
     if job.ranks > _MANY_RANKS:
-        print(f"ftckpt plan: {job.ranks} ranks: this takes a while", file=sys.stderr, flush=True)
+        print(f"ftckpt plan: {job.ranks} ranks: this takes some seconds", file=sys.stderr, flush=True)
     with _without_collection():
         planned = plan(job, config)
     limit = unknown_limit(config.network_rate)
@@ -87,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """A plan is millions of objects and no garbage: to look for it takes a sixth of the time."""
+    """Disables garbage collection: it takes a sixth of the time, and the millions of objects have no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -130,14 +128,14 @@ def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: Pla
             yield f"never in time: {': '.join(fault)} suffices"
     every, flush, mtbf = (of(config, planned) for of in (_persist_interval_secs, _flush_secs, _mtbf_secs))
     yield (
-        f"--ftckpt-persist-interval auto: a snapshot goes to storage every {human_secs(every)}, as a flush takes "
-        f"{human_secs(flush)} and memory is lost once in {human_secs(mtbf)} (--mtbf)"
+        f"--ftckpt-persist-interval auto: a flush every {human_secs(every)}, as it takes {human_secs(flush)} and "
+        f"memory is lost once in {human_secs(mtbf)} (--mtbf)"
     )
 
 
 def _held(job: JobShape) -> str:
     if not job.replica_sets:
-        return f"{human(job.private_bytes)} of state on each rank, which no other has"
+        return f"{human(job.private_bytes)} of state on each rank, without replicas"
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
     return ", ".join(
         f"{human(nbytes)} of state on {ranks} ranks each ({number} times)"
@@ -156,7 +154,7 @@ def _flush_secs(config: Config, planned: StartPlan) -> float:
 
 
 def _persist_interval_secs(config: Config, planned: StartPlan) -> float:
-    """What ``persist_interval`` auto comes to; a job that runs measures what a flush costs."""
+    """The estimate for ``persist_interval`` auto; a running job measures the cost of a flush."""
     secs = _flush_secs(config, planned)
     return best_interval_secs(_FLUSH_SHARE * secs, secs, _mtbf_secs(config, planned))
 
@@ -164,10 +162,10 @@ def _persist_interval_secs(config: Config, planned: StartPlan) -> float:
 def _assumptions(planned: StartPlan, verdict: PlanAnswer | None) -> Iterator[str]:
     job = planned.arrangement.job
     yield from job.assumptions()
-    yield f"objects take all of their room, {job.objects_bytes >> 20} MiB per rank; headers {HEADER_BYTES >> 10} KiB"
+    yield f"objects fill their space, {job.objects_bytes >> 20} MiB per rank; headers take {HEADER_BYTES >> 10} KiB"
     yield (
-        f"a node writes {rate_in_words(_STORE_BYTES_PER_SEC)} to storage where --persist-rate does not say it, and a "
-        f"flush takes {_FLUSH_SHARE:.0%} of training meanwhile"
+        f"without --persist-rate, a node writes {rate_in_words(_STORE_BYTES_PER_SEC)} to storage; a flush slows "
+        f"training by {_FLUSH_SHARE:.0%}"
     )
     if verdict is not None:
         yield from verdict.assumed()
@@ -183,14 +181,12 @@ def _help(name: str) -> str:
 
 
 _TMPFS_SHARE = 0.5
-"""Of a node's memory, that a tmpfs may take where nobody has said how much."""
+"""Share of a node's memory that a tmpfs mounted without a size may take."""
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """``need`` is what the fullest node holds of the ``node_bytes`` that there are; ``faults``: why that cannot be,
-    each with the setting that changes it, none where all is well.
-    """
+    """The ``need`` of the fullest node compared to ``node_bytes``, and the ``faults``: reasons and remedies."""
 
     node_bytes: int
     need: Memory
@@ -218,20 +214,17 @@ class PlanAnswer:
         }  # fmt: skip
 
     def assumed(self) -> Iterator[str]:
-        yield "--node-memory is what a node has left beside training, which is not counted here"
+        yield "--node-memory is the memory that training leaves free"
         if self.need.sum > _TMPFS_SHARE * self.node_bytes:
-            yield (
-                f"a tmpfs that takes {human(self.need.sum)}: /dev/shm takes half of a node's memory where it is not "
-                "mounted with a size"
-            )
+            yield f"the tmpfs has room for {human(self.need.sum)}; /dev/shm has half of a node's memory by default"
 
 
 def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLimit) -> PlanAnswer:
-    """Whether ``planned`` fits nodes of ``node_bytes``, and whether the network lets its snapshots be protected."""
+    """Checks whether ``planned`` fits nodes of ``node_bytes``, and whether the network is fast enough for it."""
     need, faults, received_bytes = planned.table.fullest, [], planned.arrangement.received_bytes
     if need.sum > node_bytes:
         setting, arrangement, text = _fitting(planned, config, node_bytes)
-        # Peers may have to send what was made of replicas.
+        # Without a mode on replicas, peers send more.
         received_bytes = max(received_bytes, arrangement.received_bytes)
         faults.append(("it does not fit", f"{setting} {text}".strip()))
     if fault := limit.too_slow(received_bytes, _mtbf_secs(config, planned)):
@@ -241,13 +234,13 @@ def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLim
 
 
 def _fitting(planned: StartPlan, config: Config, node_bytes: int) -> tuple[str, ProtectionPlan, str]:
-    """The first setting with which a node has room, what that leads to, and a text of it; without a setting what is
-    lacking with all of them."""
+    """The first setting that makes it fit, the plan with it, and its memory as text. If none does, the setting is
+    empty and the text names the smallest need."""
     least, with_setting = planned.table.fullest, ""
     for setting, arrangement, memory in leaner(planned, config):
         if memory.sum <= node_bytes:
             return setting, arrangement, f"needs {human(memory.sum)}"
         if memory.sum < least.sum:
             least, with_setting = memory, f" with {setting}"
-    text = f"more ranks, or {human(least.sum)} of a node{with_setting}, the least that any setting needs"
+    text = f"more ranks, or nodes with {human(least.sum)}{with_setting}, the smallest need of any setting"
     return "", planned.arrangement, text

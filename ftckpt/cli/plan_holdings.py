@@ -1,6 +1,6 @@
-"""The arenas of a job that need not run yet, and what protects them: groups, table and sums as a real start has them.
+"""The arenas of a planned job and their protection: groups, table and sums, computed as at a real start.
 
-Only what ranks hold is made up, from the size of the job (``plan_job``).
+Only the content of the shards is assumed, from the size of the job (``plan_job``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import Memory, ProtectionTable, memory_table, network_table, protection_table
 
 HEADER_BYTES = 64 << 10
-"""Assumed for the header of a slot, which its package repeats."""
+"""The assumed size of a slot's header, which its package repeats."""
 
 _ELEMENT_BYTES = 4
 
 
 @dataclass
 class _Parts:
-    """What one rank's slot holds: private bytes, shares under groups, then copies and parity."""
+    """The content of one rank's slot: private bytes, shares by parity group, copies and parity of other shares."""
 
     private: int = 0
     shared: dict[str, int] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class _Parts:
 
 
 def build(job: JobShape, modes: Modes) -> list[ArenaLayout]:
-    """The holdings of a job under these modes, rank by rank."""
+    """The arena layouts of a job's ranks under these modes."""
     parts = [_Parts(job.private_bytes) for _ in range(job.ranks)]
     for ranks, nbytes in job.replica_sets.items():
         if ranks in job.small_sets:
             for rank in ranks:
                 parts[rank].private += nbytes
             continue
-        # Between elements, of which there may be fewer than ranks.
+        # Cuts fall between elements, of which there may be fewer than ranks.
         cuts = (equal_cuts(nbytes // _ELEMENT_BYTES, len(ranks)) * _ELEMENT_BYTES).tolist()
         share = {rank: cuts[place + 1] - cuts[place] for place, rank in enumerate(ranks)}
         replica_set = tuple(job.shards[rank] for rank in ranks)
@@ -70,7 +70,7 @@ def build(job: JobShape, modes: Modes) -> list[ArenaLayout]:
 
 
 def _protect(job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], replica_set: tuple[str, ...]) -> None:
-    """Have the members of a group, by their shards, keep their shares and what guards those of the others."""
+    """Adds to each member of a parity group its share, and its blocks or copy of the other members' shares."""
     if not any(nbytes for _, nbytes in own.values()):
         return
 
@@ -79,7 +79,7 @@ def _protect(job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], re
 
     shards = sorted(own)
     blocks = blocks_of(shards)
-    # As a start does where there is less to share than there are ranks: who would store nothing is left out.
+    # As at a start: with fewer elements than ranks, ranks that would store nothing are omitted.
     kept = [shard for shard, nbytes in zip(shards, blocks, strict=True) if own[shard][1] or nbytes]
     if len(kept) < len(shards):
         shards, blocks = kept, blocks_of(kept)
@@ -88,15 +88,15 @@ def _protect(job: JobShape, mode: str, own: Mapping[str, tuple[_Parts, int]], re
         parts, nbytes = own[shard]
         if nbytes:
             parts.shared[name] = nbytes
-        # Holder 0 keeps that of the last: members copy each other in a ring.
+        # Members copy each other in a ring: holder 0 has the copy of the last one's share.
         kind, of = ("parity", "") if mode == "replica" else ("copy", shards[holder - 1])
         if stored:
             parts.protecting.append((kind, name, of, _cut(stored, job.chunk_bytes)))
 
 
-@lru_cache(maxsize=1024)  # few groups of a job differ
+@lru_cache(maxsize=1024)  # most groups of a job are equal
 def _blocks(mode: str, chunk_bytes: int, lengths: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """What each member of a group in slots stores for the others, in bytes, by the lengths of all their chunks."""
+    """The bytes of blocks that each member of a group in slots stores, from all members' chunk lengths."""
     members = [Member(f"{place:06d}", "", "", 0, of_member) for place, of_member in enumerate(lengths)]
     group = slot_group("0" * 16, mode, chunk_bytes, members)
     return tuple(blocks_bytes(group, holder) for holder in range(len(lengths)))
@@ -115,19 +115,19 @@ def _holding(job: JobShape, rank: int, parts: _Parts) -> ArenaLayout:
         shard=shard,
         node=job.node(rank),
         rack=job.rack(rank),
-        # Any name that differs between ranks will do: nothing of it exists.
+        # Any unique name: the arena does not exist.
         arena=shard,
         digest="",
         chunk_bytes=job.chunk_bytes,
         sections=tuple(sections),
         volatile=(first, ()),
         slot_bytes=data + job.objects_bytes + HEADER_BYTES,
-        # 8 bytes for the checksum of each chunk.
+        # 8: bytes of a chunk's checksum.
         package_bytes=job.objects_bytes + HEADER_BYTES + 8 * first,
     )
 
 
-@lru_cache(maxsize=1024)  # few ranks of a job differ: thousands of the longest tuples would fill memory
+@lru_cache(maxsize=1024)  # most ranks of a job are equal; thousands of long tuples would exhaust memory
 def _cut(nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
     whole, rest = divmod(nbytes, chunk_bytes)
     return (chunk_bytes,) * whole + ((rest,) if rest else ())
@@ -135,7 +135,7 @@ def _cut(nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ProtectionPlan:
-    """What the ranks of a job hold under some modes, and what protects it."""
+    """The arenas of a job under some modes, and the groups that protect them."""
 
     job: JobShape
     modes: Modes
@@ -146,7 +146,7 @@ class ProtectionPlan:
 
     @cached_property
     def groups(self) -> list[ParityGroup]:
-        """In the order of a start."""
+        """All parity groups, in the order of a start."""
         holdings, modes = self.holdings, self.modes
         files = [*(node_groups(holdings) if modes.node else []), *peer_groups(holdings, modes)]
         return [*files, *slot_groups(holdings)]
@@ -157,32 +157,32 @@ class ProtectionPlan:
 
     @property
     def copied_bytes(self) -> int:
-        """What a rank copies of stepped state per snapshot, at the most."""
+        """The most optimizer-updated state, with its parity and copies, that any rank writes per snapshot."""
         return max(sum(sum(section.lengths) for section in holding.sections) for holding in self.holdings)
 
     @property
     def received_bytes(self) -> int:
-        """What a node receives per protected snapshot, at the most."""
+        """The most bytes that any node receives per protected snapshot."""
         return max(network_table(self.holdings, self.groups, self.mirrors).values())
 
     def table(self, slots: int) -> ProtectionTable:
         return protection_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
 
     def fullest(self, slots: int) -> Memory:
-        """The memory of the node that needs most, as ``table`` has it, without what is survived."""
+        """The memory of the node that needs most, as in ``table``, without computing which losses are survived."""
         memory = memory_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
         return max(memory.values(), key=lambda node: node.sum)
 
 
 @dataclass(frozen=True)
 class StartPlan:
-    """How a job would start: its modes, its slots per arena, and what protects it."""
+    """The outcome of a planned job's start: its modes, slots per arena, and protection."""
 
     arrangement: ProtectionPlan
     slots: int
     table: ProtectionTable
     left_out: tuple[str, ...] = ()
-    """Of what ``protect`` asks for, in words: what this job cannot have."""
+    """Texts about requested modes that are impossible for this job."""
 
     @property
     def modes(self) -> Modes:
@@ -190,14 +190,14 @@ class StartPlan:
 
 
 def resolved(job: JobShape, config: Config) -> tuple[Modes, tuple[str, ...]]:
-    """Those that ``config`` means for a job, and a text for each thing that a start leaves out.
+    """The modes that ``config`` means for a job, and a text for each mode that a start omits.
 
     Raises:
         ConfigError: modes or slots that a start refuses.
     """
     nodes = list(map(job.node, range(job.ranks)))
     asked: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
-    # As a start, which refuses what cannot work before it knows what ranks hold, and leaves out the rest behind that.
+    # As at a start: first refuses modes that cannot work for any state, then omits those without use for this state.
     resolve_modes(config.protect, nodes, job.nodes > 1, **asked)
     dealt = (ranks for ranks in job.replica_sets if ranks not in job.small_sets)
     spans = any(job.node(ranks[0]) != job.node(rank) for ranks in dealt for rank in ranks)
@@ -209,11 +209,11 @@ def resolved(job: JobShape, config: Config) -> tuple[Modes, tuple[str, ...]]:
 
 
 def plan(job: JobShape, config: Config) -> StartPlan:
-    """How a job would start on nodes that have as much memory as it takes.
+    """The outcome of a start on nodes with enough memory.
 
     Raises:
         ConfigError: as ``resolved``.
-        MemoryBudgetError: more than ``memory_limit`` with as few modes as can be.
+        MemoryBudgetError: it exceeds ``memory_limit`` even with the fewest modes.
     """
     modes, left_out = resolved(job, config)
     arrangement = ProtectionPlan(job, modes)
@@ -227,7 +227,7 @@ def plan(job: JobShape, config: Config) -> StartPlan:
                 config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
             )
         except MemoryBudgetError:
-            # As a start does: without a mode that nobody has named.
+            # As at a start: auto drops a mode; modes that the user named stay.
             fewer = lessened(arrangement.modes) if config.protect == "auto" else None
             if fewer is None:
                 raise
@@ -237,13 +237,11 @@ def plan(job: JobShape, config: Config) -> StartPlan:
 
 
 def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
-    """Settings with which a node needs less, what they lead to, and the fullest then; first what survives most.
-
-    Slots that are set stay as they are where modes alone are named.
-    """
+    """Settings with which nodes need less memory, the plan with each, and the memory of its fullest node; those that
+    survive most come first. Where only ``--ftckpt-protect`` is named, slots stay as set."""
     yield from _with_slots((), planned.arrangement, config)
     job, names = planned.arrangement.job, planned.modes.names
-    # Without what stays inside a node first: that brings no node back.
+    # First without node parity: it cannot reconstruct a lost node.
     fewer = [tuple(name for name in names if name not in without) for without in _WITHOUT]
     for wanted in dict.fromkeys([*filter(None, fewer), ("none",)] if names else ()):
         if wanted == names:
@@ -258,7 +256,7 @@ def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, Protection
 def _with_slots(
     beside: Sequence[str], arrangement: ProtectionPlan, config: Config
 ) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
-    """With as few slots as can be, where more are set."""
+    """The plan with the fewest slots, if more are set."""
     least = config.least_slots(bool(arrangement.modes.names))
     if config.slots > least:
         yield " ".join([*beside, f"--ftckpt-slots {least}"]), arrangement, arrangement.fullest(least)

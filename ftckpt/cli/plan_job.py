@@ -1,6 +1,6 @@
-"""The job that ``ftckpt plan`` is asked about: its layout, and which ranks hold which bytes of its state.
+"""The job of ``ftckpt plan``: its layout, and which ranks have which bytes of its state.
 
-What frameworks hold where is what their doors describe at a start; ``tests/multiproc/test_plan.py`` compares.
+``tests/multiproc/test_plan.py`` compares this to the state that the frameworks' integrations find.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ftckpt.model.manifest import MAX_CHUNKS, shard_name
 from ftckpt.model.replicas import WHOLE_SHARE
 from ftckpt.units import counted
 
-# A holding per rank is made up in memory: a mistyped size is to be an error, not a machine without memory.
+# A plan takes memory per rank: a mistyped size must be an error, not an exhausted machine.
 _MOST_RANKS = 1 << 20
 
 _MASTERS_BYTES = 12
-"""Of a parameter: an fp32 weight (a master where training is in 16 bits) and two fp32 moments of Adam."""
+"""Per parameter: an fp32 weight (a master weight if training is in 16 bits) and two fp32 moments of Adam."""
 _PURE_BYTES = 6
-"""A weight in 16 bits that has no master, and moments of its kind."""
+"""Per parameter: a 16-bit weight without a master weight, and two 16-bit moments."""
 _COUNTS_BYTES = 4096
-"""Of the steps that torch's Adam counts for each tensor, by itself and on each rank that has a part: of 1024."""
+"""The step counters of torch's Adam, 4 bytes per tensor on every rank, for an assumed 1024 tensors."""
 
 
 @dataclass(frozen=True)
 class StatePartition:
-    """Who holds what the optimizer steps, of ranks that train the same parameters on other data.
+    """The partition of optimizer-updated state over data-parallel ranks.
 
-    ``option`` as users write it. ``copies`` of these ranks hold the same bytes: 1: each has a part of its own; 0: all
-    have all of it; others: each of so many groups has all of it, a part on each rank. ``counts_bytes`` all ranks of
-    the job hold alike, whoever holds the rest. ``text``: of what that is.
+    ``option``: as users write it. ``copies``: the number of ranks with the same bytes; 1: each rank has its own part;
+    0: every rank has all of it; N: N groups of ranks each have all of it, a part per rank. ``counts_bytes``: state
+    that all ranks of the job replicate in any case. ``text``: a description of the state.
     """
 
     option: str
@@ -46,9 +46,9 @@ class StatePartition:
 
 @dataclass(frozen=True)
 class JobShape:
-    """The size of a job; rank order as in Megatron: tp, cp, dp, pp, from the fastest to the slowest.
+    """The size of a job. Ranks are ordered as in Megatron: tp varies fastest, then cp, dp, pp.
 
-    ``etp`` tensor-parallel ranks share an expert. Ranks of a stage hold experts in the order etp, ep.
+    ``etp``: the tensor-parallel size of experts. Within a stage, experts are ordered with etp fastest, then ep.
     """
 
     tp: int
@@ -76,7 +76,7 @@ class JobShape:
 
     @cached_property
     def shards(self) -> Sequence[str]:
-        """Of each rank its coordinates as a name."""
+        """The shard name of each rank."""
         return [
             shard_name({"tp": tp, "pp": pp, "cp": cp, "dp": dp})
             for pp in range(self.pp)
@@ -95,25 +95,25 @@ class JobShape:
         return self._node_names[rank // self.gpus_per_node]
 
     def rack(self, rank: int) -> str:
-        """The rack of a rank, "" where none are named."""
+        """The rack of a rank, or "" if the job has no racks."""
         return f"rack{rank // self.gpus_per_node // self.nodes_per_rack}" if self.nodes_per_rack else ""
 
     @property
     def state_bytes(self) -> int:
-        """Of all ranks together, each byte once."""
+        """The state of all ranks, replicas counted once."""
         return self.holders.bytes_per_param * self.params
 
     @property
     def private_bytes(self) -> int:
-        """What a rank alone holds."""
+        """The state of a rank without replicas."""
         return self.state_bytes // self.ranks if self.holders.copies == 1 else 0
 
     @cached_property
     def replica_sets(self) -> Mapping[tuple[int, ...], int]:
-        """Ranks → bytes of state that all of them hold alike."""
+        """Bytes of replicated state, by the ranks that have it."""
         sets: dict[tuple[int, ...], int] = {}
         size, copies = self.tp * self.cp * self.dp, self.holders.copies
-        if copies == 1:  # numbers that all hold alike are next to nothing beside what each holds alone
+        if copies == 1:  # step counters, replicated on all ranks, are negligible
             return sets
         if self.holders.counts_bytes:
             sets[tuple(range(self.ranks))] = self.holders.counts_bytes
@@ -124,7 +124,7 @@ class JobShape:
                 held = [(stage[part::parts], self.params // (self.pp * parts)) for part in range(parts)]
             else:
                 held = [(stage[tp :: self.tp], dense // (self.pp * self.tp)) for tp in range(self.tp)]
-                # Of the experts a rank has those of its place among etp * ep, with the ranks that far from it.
+                # Ranks at a distance of etp * ep have the same experts.
                 apart = self.etp * self.ep
                 held += [(stage[place::apart], experts // (self.pp * apart)) for place in range(apart)]
             for members, params in held:
@@ -135,7 +135,7 @@ class JobShape:
 
     @cached_property
     def small_sets(self) -> frozenset[tuple[int, ...]]:
-        """Replica sets of which each rank copies all, see ``without_small``."""
+        """Replica sets too small to divide: each rank copies all of their state (see ``WHOLE_SHARE``)."""
         alone = [self.private_bytes] * self.ranks
         shared: dict[tuple[int, ...], int] = {}
         for ranks, nbytes in self.replica_sets.items():
@@ -148,31 +148,31 @@ class JobShape:
         )
 
     def assumptions(self) -> list[str]:
-        """What is taken for granted of its state."""
+        """Assumptions about the job's state, as texts."""
         told = [
             f"{self.holders.bytes_per_param} bytes per parameter: {self.holders.text}",
-            "parameters lie evenly over ranks, and all are trained: layernorms, embeddings, padding, frozen ones and "
-            "volatile state are not counted apart",
+            "all parameters are trained and divided evenly: layernorms, embeddings, padding, frozen parameters and "
+            "mutable state are not counted separately",
         ]
         if self.vpp > 1:
             told.append(
-                f"vpp {self.vpp} changes which layers a stage has and when copies run, not how much a rank holds; "
-                "what a snapshot costs is guessed as if no byte fitted into windows"
+                f"vpp {self.vpp} changes which layers a stage has and when copies run, not the state of a rank; "
+                "the cost of a snapshot is estimated without windows"
             )
         return told
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add what ``job_of`` reads to the parser of a command."""
+    """Adds the options that ``job_of`` reads to the parser of a command."""
     for name, text in (
         ("tp", "TP size"), ("pp", "PP size"), ("vpp", "model chunks per pipeline stage"), ("cp", "CP size"),
         ("ep", "EP size"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
-    parser.add_argument("--dp", type=int, help="DP size (default: what fills --nodes, or 1)")
+    parser.add_argument("--dp", type=int, help="DP size (default: fills --nodes, else 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks on a node")
-    parser.add_argument("--nodes", type=int, metavar="N", help="of the job (default: tp*pp*dp*cp / --gpus-per-node)")
+    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks per node")
+    parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: tp*pp*dp*cp / --gpus-per-node)")
     parser.add_argument(
         "--params", type=partial(_count, "--params"), required=True,
         help="parameters of the model, such as 34b or 34e9",
@@ -181,18 +181,18 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         "--expert-params", type=partial(_count, "--expert-params"), default=0, metavar="P",
         help="how many of them are in experts",
     )  # fmt: skip
-    parser.add_argument("--layers", type=int, metavar="N", help="of the model: whether stages divide them is checked")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers; checks that stages divide them")
     parser.add_argument(
-        "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP (default: distributed)"
+        "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP's (default: distributed)"
     )
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="DeepSpeed with this stage of ZeRO")
-    parser.add_argument("--fsdp", action="store_true", help="FSDP2: each data-parallel rank has a part of everything")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2: all state is divided over data-parallel ranks")
     parser.add_argument(
-        "--fsdp-replicas", type=int, metavar="N", help="HSDP: so many groups of ranks have a whole model each"
+        "--fsdp-replicas", type=int, metavar="N", help="HSDP: N groups of ranks each have the complete model"
     )
     parser.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"),
-        help="of the weights in training (default: bf16, with FSDP fp32, of which bf16 ones are made)",
+        help="type of the weights in training (default: bf16; with FSDP: fp32, cast to bf16)",
     )  # fmt: skip
     parser.add_argument("--racks", type=int, default=0, metavar="N", help="spread the nodes evenly over N racks")
     parser.add_argument("--nodes-per-rack", type=int, default=0, metavar="N", help="nodes that share a rack")
@@ -206,10 +206,10 @@ def _count(flag: str, text: str) -> float:
 
 
 def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
-    """The job that a command line describes.
+    """The job described by a command line.
 
     Raises:
-        ConfigError: one that cannot be; the text names the option and the remedy.
+        ConfigError: an impossible job; the message names the option and the remedy.
     """
     etp = arguments.tp if arguments.etp is None else arguments.etp
     _check_sizes({**vars(arguments), "etp": etp})
@@ -221,8 +221,8 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
         raise ConfigError(f"tp*pp*dp*cp: {ranks} ranks are too many; the most is {_MOST_RANKS}")
     if per_node > ranks:
         raise ConfigError(
-            f"--gpus-per-node: {per_node} is more than the {ranks} ranks (tp*pp*dp*cp) that there are; give {ranks}, "
-            "or a larger --dp"
+            f"--gpus-per-node: {per_node} is more than the job's {ranks} ranks (tp*pp*dp*cp); give {ranks}, or a "
+            "larger --dp"
         )
     if ranks % per_node:
         raise ConfigError(
@@ -235,7 +235,7 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
         nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
         chunk_bytes=config.chunk_bytes, objects_bytes=config.objects_bytes,
     )  # fmt: skip
-    # As a start refuses it, and before tuples of that many chunks are made: a third, for parity, is not in sight yet.
+    # A start refuses it, too. Checked before tuples of that many chunks are built; 4: parity adds chunks later.
     if (chunks := job.state_bytes // job.ranks // job.chunk_bytes) > MAX_CHUNKS // 4:
         raise ConfigError(
             f"--params: {chunks} chunks of {config.chunk_size} on each rank; the most is {MAX_CHUNKS // 4}: "
@@ -251,7 +251,7 @@ def _check_sizes(sizes: Mapping[str, Any]) -> None:
 
 
 def _data_parallel(arguments: argparse.Namespace) -> int:
-    """As it is given, or as the nodes of the job have room for."""
+    """``--dp``, or the size that fills ``--nodes``, or 1."""
     dp: int | None = arguments.dp
     if arguments.nodes is None:
         return 1 if dp is None else dp
@@ -279,36 +279,36 @@ def _check_layout(arguments: argparse.Namespace, etp: int) -> None:
     if layers is not None and (layers < pp * vpp or (layers % (pp * vpp) and arguments.zero is None)):
         raise ConfigError(
             f"--layers: {layers} do not spread evenly over pp*vpp = {pp * vpp}; change --pp or --vpp, or leave "
-            "--layers out where stages differ"
+            "--layers out if stages differ"
         )
     _check_framework(arguments)
 
 
 def _check_framework(arguments: argparse.Namespace) -> None:
-    """What neither DeepSpeed nor FSDP2 does, or ftckpt does not under them."""
+    """Raises ConfigError for layouts that DeepSpeed or FSDP2 does not have, or that ftckpt does not support there."""
     ways = [name for name in ("optimizer", "zero") if getattr(arguments, name) is not None]
     ways += ["fsdp"] if arguments.fsdp else []
     if len(ways) > 1:
-        raise ConfigError(f"--{ways[1]}: beside --{ways[0]} it says a second time who holds what; give one of them")
+        raise ConfigError(f"--{ways[1]}: it excludes --{ways[0]}, as both define the partition; give one of them")
     if arguments.fsdp_replicas is not None and not arguments.fsdp:
         raise ConfigError("--fsdp-replicas: needs --fsdp")
     cannot: dict[str, str] = {}
     if arguments.zero is not None:
         cannot = {
             "vpp": "DeepSpeed has no interleaved pipeline",
-            "cp": "ftckpt refuses DeepSpeed's sequence_parallel_size",
-            "etp": "DeepSpeed divides no expert",
+            "cp": "ftckpt does not support DeepSpeed's sequence_parallel_size",
+            "etp": "DeepSpeed does not divide experts",
         }
         if arguments.zero >= 2:
-            cannot["pp"] = "DeepSpeed's pipelines take ZeRO 0 and 1 alone"
+            cannot["pp"] = "DeepSpeed's pipelines support only ZeRO 0 and 1"
         if arguments.zero == 3 or arguments.pp > 1 or arguments.tp > 1:
-            cannot["ep"] = "ftckpt knows DeepSpeed's experts without tp and pp, and under ZeRO 0 to 2"
+            cannot["ep"] = "ftckpt supports DeepSpeed's experts without tp and pp, with ZeRO 0 to 2"
     elif arguments.fsdp:
-        why = "with --fsdp all ranks are counted by --dp and --tp"
+        why = "--fsdp supports only --dp and --tp"
         cannot = dict.fromkeys(("pp", "vpp", "cp", "ep", "etp"), why)
     for name, why in cannot.items():
         if (getattr(arguments, name) or 1) > 1:
-            raise ConfigError(f"--{name}: {getattr(arguments, name)} cannot be: {why}; leave it out")
+            raise ConfigError(f"--{name}: {getattr(arguments, name)} is impossible: {why}; leave it out")
     copies = arguments.fsdp_replicas or 1
     if arguments.dp % copies or (copies > 1 and copies == arguments.dp):
         raise ConfigError(
@@ -317,46 +317,46 @@ def _check_framework(arguments: argparse.Namespace) -> None:
 
 
 def _parameters(arguments: argparse.Namespace, ranks: int, etp: int) -> tuple[int, int]:
-    """Those of the model, and how many of them are in experts."""
+    """The numbers of all parameters and of those in experts."""
     params, experts, parts = arguments.params, arguments.expert_params, arguments.pp * arguments.ep * etp
     if not ranks <= params <= 1e18:
-        raise ConfigError(f"--params: {params:g} is not a size of a model; name at least one parameter per rank")
+        raise ConfigError(f"--params: {params:g} is out of range; give one parameter per rank or more, at most 1e18")
     if not 0 <= experts <= params:
         raise ConfigError(f"--expert-params: {experts:g} is not between 0 and the {params:g} of --params")
     for name in ("ep", "etp"):
         if (getattr(arguments, name) or 1) > 1 and not experts:
-            raise ConfigError(f"--{name}: experts need --expert-params, the number of parameters that are in experts")
+            raise ConfigError(f"--{name}: experts need --expert-params, the number of parameters in experts")
     if 0 < experts < parts:
         raise ConfigError(
-            f"--expert-params: {experts:g} do not give each of pp*ep*etp = {parts} ranks one; name those of all"
+            f"--expert-params: {experts:g} is less than one for each of pp*ep*etp = {parts} ranks; count all experts"
         )
     return int(params), int(experts)
 
 
 def _holders(arguments: argparse.Namespace) -> StatePartition:
     dtype, replicas = arguments.dtype or "bf16", arguments.dp * arguments.cp
-    masters = "fp32 weights" if dtype == "fp32" else f"fp32 masters ({dtype} weights follow from them)"
-    own, alike = "each rank holds its own part", f"{replicas} ranks hold the same"
+    masters = "fp32 weights" if dtype == "fp32" else f"fp32 masters ({dtype} weights are casts of them)"
+    own, alike = "each rank has its own part", f"{replicas} ranks have the same"
     if arguments.fsdp:
         copies = arguments.fsdp_replicas or 1
-        held = own if copies == 1 else f"{copies} ranks hold the same part"
+        held = own if copies == 1 else f"{copies} ranks have the same part"
         if arguments.dtype in ("bf16", "fp16"):
-            text = f"{dtype} weights that have no masters, two {dtype} moments; {held}"
+            text = f"{dtype} weights without masters, two {dtype} moments; {held}"
             return StatePartition("--fsdp", copies, _PURE_BYTES, text, _COUNTS_BYTES)
-        text = f"fp32 weights (what a mixed precision policy makes of them is not kept), two fp32 moments; {held}"
+        text = f"fp32 weights (casts of a mixed precision policy are not saved), two fp32 moments; {held}"
         return StatePartition("--fsdp", copies, _MASTERS_BYTES, text, _COUNTS_BYTES)
     if arguments.zero is None:
         kind = arguments.optimizer or "distributed"
         option, divided = f"--optimizer {kind}", kind == "distributed"
     else:
         option = f"--zero {arguments.zero}"
-        # Without ZeRO a pipeline in bf16 has DeepSpeed's BF16_Optimizer, which divides masters all the same.
+        # Without ZeRO, a pipeline in bf16 uses DeepSpeed's BF16_Optimizer, which also divides masters.
         divided = arguments.zero > 0 or (arguments.pp > 1 and dtype == "bf16")
     text = f"{masters}, two fp32 moments; {own if divided or replicas == 1 else alike}"
     if arguments.zero is not None:
         text += {
-            0: " (DeepSpeed without ZeRO)", 1: " of these, and all have all weights (ZeRO 1)",
-            2: " of these, and all have all weights (ZeRO 2)", 3: ", of weights too (ZeRO 3)",
+            0: " (DeepSpeed without ZeRO)", 1: " of these, and all weights (ZeRO 1)",
+            2: " of these, and all weights (ZeRO 2)", 3: ", also of weights (ZeRO 3)",
         }[arguments.zero]  # fmt: skip
     return StatePartition(option, 1 if divided else 0, _MASTERS_BYTES, text)
 
@@ -365,7 +365,7 @@ def _nodes_per_rack(racks: int, per_rack: int, nodes: int) -> int:
     if racks < 0 or per_rack < 0 or (racks and per_rack):
         raise ConfigError("--racks, --nodes-per-rack: give one of them, 1 or more")
     if racks > nodes:
-        raise ConfigError(f"--racks: {racks} are more than the {nodes} nodes; a rack has one node or more")
+        raise ConfigError(f"--racks: {racks} is more than the {nodes} nodes; a rack needs one node or more")
     if racks and nodes % racks:
-        raise ConfigError(f"--racks: {nodes} nodes do not spread evenly over {racks} racks; use --nodes-per-rack")
+        raise ConfigError(f"--racks: {nodes} nodes do not divide evenly over {racks} racks; use --nodes-per-rack")
     return nodes // racks if racks else per_rack

@@ -1,4 +1,4 @@
-"""The recoveries of a run: how it came from one attempt to the next, why, and what that cost."""
+"""The recoveries of a run: cause and cost of each restart between two attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Losses = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class FaultNote:
-    """An event ``fault``, as somebody who injects faults writes it beside the events of ranks."""
+    """An event ``fault``, which a program that injects faults adds to the events of the ranks."""
 
     time: float
     name: str
@@ -27,7 +27,7 @@ class FaultNote:
 
 @dataclass
 class Evidence:
-    """Observations beyond attempts: faults that were noted, when processes were seen to be gone, and the rank and the
+    """Observations beyond attempts: noted faults, the times at which processes were seen to be gone, and the rank and
     time of starts that did not restore."""
 
     faults: list[FaultNote] = field(default_factory=list)
@@ -37,17 +37,19 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The way from one attempt to the next.
+    """The recovery between two attempts.
 
-    ``cause``: how the old attempt ended, as its nodes saw it. ``source``: ``memory``, ``storage``, or the sources of
-    lost shards, joined by ``+``; ``nothing``: no snapshot was loaded. ``is_failure``: the launcher of the old attempt
-    started the new one, or a fault was noted; otherwise somebody launched the job again.
+    ``cause``: how the old attempt ended, as its nodes observed it. ``source``: ``memory``, ``storage``, or the
+    sources of lost shards, joined by ``+``; ``nothing``: no snapshot was loaded. ``is_failure``: the launcher of the
+    old attempt started the new one, or a fault was noted; otherwise the job was launched again.
 
-    ``struck_at``: when the fault was noted, or else when the first rank fell silent. ``detect``: from then until the
-    last process of that attempt was gone (or fell silent). ``rejoin``: until the last rank had joined. ``rebuild``:
-    reconstruction of lost shards from parity, on the slowest rank; ``load``: the rest, until all had restored.
-    ``first-step``: until all ranks had passed a boundary. ``starts``: that it took, those that were refused or ended
-    before they had restored included. ``layout``: from which to which, where it changed.
+    ``struck_at``: the time of the noted fault, or the earliest last event of a rank. ``parts`` divide the time since
+    then: ``detect``, until the last process of the old attempt was gone (or its last event); ``rejoin``, until the
+    last rank had joined; ``rebuild``, reconstruction of lost shards from parity, on the slowest rank; ``load``, the
+    rest, until all had restored; ``first-step``, until all ranks had passed a boundary.
+
+    ``starts``: the number of starts, including those refused or ended before they had restored. ``layout``: old and
+    new layout, if it changed.
     """
 
     name: str
@@ -70,12 +72,12 @@ class Recovery:
 
     @property
     def total_secs(self) -> float:
-        """From the fault to the first boundary after it."""
+        """The time from the fault to the first boundary after it."""
         return sum(self.parts.values())
 
 
 def recoveries(attempts: Sequence[Attempt], losses: Losses, evidence: Evidence) -> Iterator[Recovery]:
-    """One between each two attempts, except where a job that had ended well was launched again."""
+    """The recoveries between successive attempts, without launches after an attempt that had finished."""
     logged, pairs = ascending_runs(losses), list(pairwise(attempts))
     for number, (old, new) in enumerate(pairs, 1):
         back = new.start or 0
@@ -86,7 +88,7 @@ def recoveries(attempts: Sequence[Attempt], losses: Losses, evidence: Evidence) 
 
 
 def _recovery(name: str, old: Attempt, new: Attempt, lost: int, evidence: Evidence) -> Recovery:
-    # Every rank leaves events in each iteration: who falls silent first was struck, within an iteration.
+    # Every rank writes events in each iteration: the earliest last event dates the fault to within an iteration.
     signs = old.last_signs.values()
     faults = sorted(
         (note for note in evidence.faults if old.joined_at < note.time <= new.joined_at), key=lambda note: note.time
@@ -94,7 +96,7 @@ def _recovery(name: str, old: Attempt, new: Attempt, lost: int, evidence: Eviden
     struck_at = faults[0].time if faults else min(signs)
     gone = [evidence.gone_at[pid] for pid in old.pids if pid in evidence.gone_at]
     gone_at = max([struck_at, *(gone or signs)])
-    # Clocks of nodes differ, and a note may come late: parts are never negative.
+    # Clocks of nodes differ, and a note may be late: parts must not be negative.
     gone_at = min(gone_at, max(struck_at, new.joined_at))
     loading = new.restore_secs - new.rebuild_secs
     secs = (gone_at - struck_at, new.joined_at - gone_at, new.rebuild_secs, loading, new.first_step_secs)
@@ -103,7 +105,7 @@ def _recovery(name: str, old: Attempt, new: Attempt, lost: int, evidence: Eviden
     is_relaunched = bool(old.launches and new.launches) and not old.launches & new.launches
     return Recovery(
         name="+".join(note.name for note in faults) or name,
-        cause="; ".join([*(note.label for note in faults), *new.ends[:1]]) or "unknown: no process told it",
+        cause="; ".join([*(note.label for note in faults), *new.ends[:1]]) or "unknown: no process reported it",
         source=new.source or "nothing",
         is_failure=bool(faults) or not is_relaunched,
         ranks=tuple(sorted({rank for note in faults for rank in note.ranks})),
@@ -123,14 +125,14 @@ def _recovery(name: str, old: Attempt, new: Attempt, lost: int, evidence: Eviden
 
 
 def _num_fruitless(old: Attempt, new: Attempt, evidence: Evidence) -> int:
-    """How often a rank started between two attempts and did not restore."""
+    """The maximal number of a rank's starts between two attempts that did not restore."""
     last = max(old.last_signs.values())
     ranks = [rank for rank, time in evidence.fruitless if old.last_signs.get(rank, last) < time < new.joined_at]
     return max(map(ranks.count, set(ranks)), default=0)
 
 
 def ascending_runs(points: Losses) -> list[Losses]:
-    """The points, cut where the iteration does not grow: there training went back."""
+    """The points, split where the iteration does not grow, that is, where training rolled back."""
     found: list[Losses] = []
     for point in points:
         if not found or point[0] <= found[-1][-1][0]:
@@ -140,15 +142,15 @@ def ascending_runs(points: Losses) -> list[Losses]:
 
 
 def _take_finished(logged: list[Losses], back: int, last: int, later: Sequence[int]) -> int:
-    """The last iteration that an attempt finished which was rolled back to ``back``; its logged losses are removed.
+    """The last iteration that an attempt rolled back to ``back`` had finished; removes its losses from ``logged``.
 
-    Where the log goes back to right after the restored snapshot, the iterations beyond it were trained in vain. None
-    were where the log continues: then the place is that of a ``later`` attempt that was rolled back to the same
-    snapshot and had come nearer to where the log goes back.
+    If the log jumps back to ``back + 1``, the last iteration before the jump was finished. The jump may belong to a
+    ``later`` attempt that was rolled back to the same snapshot and had progressed further; then the log has none for
+    this attempt.
 
     Args:
-        last: what events say.
-        later: the same of attempts after this one that were rolled back to ``back``, too.
+        last: the attempt's last iteration by its events.
+        later: the same for later attempts that were also rolled back to ``back``.
     """
     for place in range(1, len(logged)):
         if logged[place][0][0] == back + 1:

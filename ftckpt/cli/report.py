@@ -1,4 +1,4 @@
-"""``ftckpt report``: one page of what a run went through, from the events of its ranks and SMPs."""
+"""``ftckpt report``: writes a page about a run, from the events of its ranks and SMPs."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _PACKAGES = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
 
 
 def add_report(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("report", help="write a page of what a run went through, from event logs")
+    """Adds the command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("report", help="write a page about a run from its event logs")
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN", help="directory with event logs (--ftckpt-events) at any depth"
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the page (default: RUN/{REPORT_NAME})")
     parser.add_argument(
-        "--iteration", type=int, help="of the snapshot whose timeline is shown; default: the newest of all ranks"
+        "--iteration", type=int, help="snapshot whose timeline is shown (default: the newest that all ranks have)"
     )
     parser.add_argument(
-        "--trace", action="store_true", help=f"write that timeline for Perfetto, too: {TRACE_NAME} beside the page"
+        "--trace", action="store_true", help=f"also write that timeline for Perfetto: {TRACE_NAME} next to the page"
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and return the exit status. Raises EventLogError, ConfigError."""
+    """Writes the page and returns the exit status. Raises EventLogError, ConfigError."""
     output = arguments.output or arguments.run_dir / REPORT_NAME
     history = read_history(arguments.run_dir)
-    # Who names an iteration, or wants a trace, wants to hear that there is none.
+    # With these options a missing timeline is an error.
     is_asked = arguments.iteration is not None or arguments.trace
     timeline = _timeline(history, arguments.iteration, is_asked)
     print("\n".join(summary(history, timeline)))
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_report(run_dir: Path, output: Path, additions: Additions | None = None) -> RunHistory:
-    """Write the page of the run whose events are at or below ``run_dir``, and the trace of one iteration beside it.
+    """Writes the page of the run whose events are at or below ``run_dir``, and a trace of one iteration next to it.
 
     Raises:
         EventLogError: no such directory, or no event logs in it.
@@ -76,7 +76,7 @@ def write_report(run_dir: Path, output: Path, additions: Additions | None = None
 
 
 def write_trace(timeline: Timeline, page: Path) -> Path:
-    """Write it beside ``page`` in the Chrome trace format; returns where. Raises OSError."""
+    """Writes the timeline in the Chrome trace format next to ``page``; returns the path. Raises OSError."""
     output = page.with_name(TRACE_NAME)
     _replace_file(output, json.dumps(trace_of(timeline), separators=(",", ":")) + "\n")
     return output
@@ -85,7 +85,7 @@ def write_trace(timeline: Timeline, page: Path) -> Path:
 def write_page(
     history: RunHistory, timeline: Timeline | None, output: Path, additions: Additions | None = None
 ) -> None:
-    """Write the page.
+    """Writes the page.
 
     Raises:
         ConfigError: a package is missing.
@@ -99,7 +99,7 @@ def write_page(
 
 
 def render(history: RunHistory, timeline: Timeline | None, additions: Additions) -> str:
-    """The page as HTML, with its figures inside; a section without data says so."""
+    """The page as HTML with embedded figures."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -152,11 +152,11 @@ def _tone(history: RunHistory) -> str:
 
 def _about(history: RunHistory) -> str:
     if not history.attempts:
-        return "No rank of this run came to train."
+        return "No rank of this run trained."
     last = history.attempts[-1]
     text = f"{len(last.last_signs)} ranks trained to iteration {last.last_iteration}."
     if sources := Counter(_origin(one.source) for one in history.restarts):
-        text += f" Started again from {', '.join(f'{name}: {num}' for name, num in sources.items())}."
+        text += f" Restarted from {', '.join(f'{name}: {num}' for name, num in sources.items())}."
     if silent := last.last_signs.keys() - last.closed:
         named = "no rank" if len(silent) == len(last.last_signs) else f"{count(len(silent), 'rank')} never"
         text += f" The last attempt has not ended, or ended by a fault: {named} closed ftckpt."
@@ -185,12 +185,12 @@ def _tiles(history: RunHistory) -> dict[str, str]:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Replace a file as a whole, so that whoever opens it never sees half of it."""
+    """Replaces a file atomically, so that no reader sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory: a rename across file systems is no rename. Named for the process, as two may write one.
+    # In the same directory, as rename needs one file system; with the pid, as two processes may write the same page.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # JSON may hold halves of UTF-16 pairs, which cannot be encoded.
+        # JSON may contain lone surrogates, which cannot be encoded.
         temporary.write_text(text, encoding="utf-8", errors="replace")
         temporary.replace(path)
     finally:

@@ -1,4 +1,4 @@
-"""``ftckpt run``: starts a job as torchrun does, and again after a failure from processes that have imported all."""
+"""``ftckpt run``: a torchrun-compatible launcher whose workers are forked from a preloaded process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 
 def add_run(commands: Any) -> None:
-    """Add the sub-command to the parser of ``ftckpt``."""
+    """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser(
         "run", help="start a job with torchrun's own arguments; restarts import nothing",
-        add_help=False, prefix_chars="\0",  # every word is torchrun's
+        add_help=False, prefix_chars="\0",  # torchrun parses all arguments
     )  # fmt: skip
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the job; what torchrun raises ends this process as it ends torchrun."""
+    """Runs the job. Errors of torchrun end this process with the same status as torchrun."""
     from ftckpt.runner.agent import launch
 
     try:
         launch(arguments.words)
-    except OSError:  # which is none of ftckpt's
+    except OSError:  # not an error of ftckpt, which ``main`` would print as one line
         traceback.print_exc()
         return 1
     return 0

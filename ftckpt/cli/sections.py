@@ -1,4 +1,4 @@
-"""The sections of a report: a figure, a table and terms each."""
+"""The sections of a report, each with a figure, a table and terms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page; what is empty is left out."""
+    """A section of a page; empty parts are omitted."""
 
     title: str
     note: str = ""
@@ -39,8 +39,8 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Additions:
-    """The knowledge of a caller beyond events: a verdict for the head of the page, losses to compare with, more
-    numbers, sections and conditions."""
+    """A caller's additions to the page: a verdict for its head, reference losses, and more tiles, sections and
+    conditions."""
 
     title: str = ""
     text: str = ""
@@ -71,8 +71,8 @@ def _losses(history: RunHistory, reference: Losses, reference_name: str) -> Page
     if not history.losses:
         return PageSection(
             title,
-            "None were found: JSON lines with iteration and loss, in a file NAME.jsonl in the directory of the "
-            "events or above it, would be drawn here.",
+            "None were found. To draw losses, write JSON lines with iteration and loss to a file NAME.jsonl in the "
+            "directory of the events, or above it.",
         )
     figure = figures.losses(history.losses, reference, ("this run", reference_name), history.restarts)
     return PageSection(title, "An iteration that was trained again is drawn again.", figure)
@@ -85,15 +85,15 @@ def _restarts(history: RunHistory) -> PageSection:
     note = "Bars show the time from the fault to the first boundary after it; rebuild and load are ftckpt's."
     if not all(restart.noted for restart in history.failures):
         note += (
-            " Events do not say when a process died: the fault counts from the last event of the rank that fell "
-            "silent first, and is detected with the last event of the attempt."
+            " Events do not have the time of a fault: it is taken as the earliest last event of a rank, and detected "
+            "with the last event of the attempt."
         )
     figure = figures.restart_times(history.failures) if history.failures else b""
     return PageSection(title, note, figure, *restart_table(restarts), _MEANINGS)
 
 
 def restart_table(restarts: Sequence[Recovery]) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows; columns without any entry are left out."""
+    """Heads and rows of the table of restarts; empty columns are omitted."""
     rows = [
         {
             "restart": one.name,
@@ -126,8 +126,8 @@ def _blocked(history: RunHistory) -> PageSection:
     if not history.blocked:
         return PageSection(title, "No snapshot was taken.")
     note = (
-        "The time that training stood still for snapshots in each iteration. The fence belongs to the snapshot "
-        "before it. Where copies use the cores that train, measure the overhead on real devices."
+        "The time for which snapshots blocked training in each iteration. The fence belongs to the previous "
+        "snapshot. If copies use the cores that train, measure the overhead on real devices."
     )
     return PageSection(title, note, figures.blocked(history.blocked, history.restarts))
 
@@ -135,11 +135,11 @@ def _blocked(history: RunHistory) -> PageSection:
 def _ages(history: RunHistory) -> PageSection:
     title, ages = "Ages of snapshots", list(history.ages())
     if all(age.committed is None for age in ages):
-        return PageSection(title, "The events show no snapshot that all ranks had.")
+        return PageSection(title, "The events show no committed snapshot.")
     note = (
         "At each boundary: how many iterations old the newest snapshot is that is committed (all ranks have it), "
-        "protected (parity is complete), and persisted (on storage). A fault at that instant costs so many. Times "
-        "are those of events, which may come an iteration late."
+        "protected (parity is complete), and persisted (on storage). A fault at that instant costs so many. Events "
+        "may be an iteration late."
     )
     for name in ("protected", "persisted"):
         note += "" if any(getattr(age, name) is not None for age in ages) else f" None was {name}."
@@ -149,7 +149,7 @@ def _ages(history: RunHistory) -> PageSection:
 def _protection(history: RunHistory) -> PageSection:
     title, event = "Protection", history.protection
     if event is None:
-        return PageSection(title, "The events show none: --ftckpt-protect is none, or the run ended before it began.")
+        return PageSection(title, "The events show none: --ftckpt-protect is none, or the run ended too early.")
     try:
         rows = [
             [str(one["lost"]), str(one["cases"]), str(one["survived"]), ", ".join(map(str, one["example"]))]
@@ -158,14 +158,14 @@ def _protection(history: RunHistory) -> PageSection:
         memory = {str(name): human(num) for name, num in event["memory_per_node"].items()}
         modes = ", ".join(map(str, event["modes"])) or "none"
     except (KeyError, TypeError, AttributeError, ValueError):
-        return PageSection(title, "The event that describes it is broken.")
+        return PageSection(title, "The event that describes it is malformed.")
     sums = ", ".join(f"{name.replace('_', ' ')} {text}" for name, text in memory.items())
     terms = {"modes": modes, "memory of the fullest node": sums}
     lags = [(iteration, secs) for attempt in history.attempts for iteration, secs in attempt.lags()]
     typical = f"{median(secs for _, secs in lags):.2f} s, median" if lags else "no snapshot was protected"
     terms["from the boundary of a snapshot until it was protected"] = typical
     figure = figures.protection_lags(lags, history.restarts) if lags else b""
-    return PageSection(title, "", figure, ["loss", "cases", "survived", "one that is not"], rows, terms)
+    return PageSection(title, "", figure, ["loss", "cases", "survived", "example not survived"], rows, terms)
 
 
 def _iteration(timeline: Timeline | None) -> PageSection:
@@ -223,7 +223,7 @@ def _conditions(history: RunHistory, given: Mapping[str, str]) -> PageSection:
 
 
 def hardware_text(line: Line) -> str:
-    """The machine of an event ``conditions``."""
+    """The hardware in an event ``conditions``, as text."""
     memory: Any = line.get("memory_bytes", 0)
     gib = f", {memory / 2**30:.0f} GiB" if isinstance(memory, int) and memory else ""
     return f"{line.get('cpu')}, {line.get('cores')} cores{gib}; trained on {line.get('device')}"

@@ -1,4 +1,4 @@
-"""``ftckpt smp``: be a node's SMP in the foreground (a Slurm step or a container of its own), ask one, end one."""
+"""``ftckpt smp``: runs a node's SMP in the foreground (a Slurm step, a container), queries it, or stops it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ftckpt.memory.directory import end_smp, job_node_path
 from ftckpt.smp.__main__ import add_arguments, alive
 from ftckpt.smp.client import SmpClient, environment
 
-# An SMP that is hashing or sending ends at its next step: seconds, on a busy node.
+# An SMP that is hashing or sending stops at its next step: after seconds, on a busy node.
 _END_SECS = 20.0
 
 
 def add_smp(commands: Any) -> None:
-    """Add the command to the parsers of ``ftckpt``."""
-    parser = commands.add_parser("smp", help="be the snapshot management process of this node, in the foreground")
+    """Adds the command to the parser of ``ftckpt``."""
+    parser = commands.add_parser("smp", help="run the snapshot management process of this node in the foreground")
     add_arguments(parser)
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--status", action="store_true", help="show what the one that runs does, as JSON")
-    action.add_argument("--end", action="store_true", help="end the one that runs; arenas stay")
+    action.add_argument("--status", action="store_true", help="show the state of the running SMP, as JSON")
+    action.add_argument("--end", action="store_true", help="stop the running SMP; arenas stay")
     parser.set_defaults(run=_smp)
 
 
@@ -37,15 +37,15 @@ def _smp(arguments: argparse.Namespace) -> int:
     elif not arguments.end:
         _become_smp(arguments)
     elif not end_smp(node_dir, _END_SECS):
-        raise SmpError(f"the SMP of node {arguments.node} does not end, or runs in another container; end it there")
+        raise SmpError(f"the SMP of node {arguments.node} did not stop: busy, or in another container; stop it there")
     return 0
 
 
 def _become_smp(arguments: argparse.Namespace) -> None:
-    """This process has loaded more than an SMP needs: it goes on as a fresh one with the same pid."""
+    """Replaces this process, which has loaded more than an SMP needs, by an SMP with the same pid."""
     command = [sys.executable, "-m", "ftckpt.smp", "--job", arguments.job, "--node", arguments.node]
     command += ["--arena", str(arguments.arena), "--idle-secs", str(arguments.idle_secs)]
     command += ["--stand-by"] * arguments.stand_by
-    # What is buffered would be lost: the process image is replaced.
+    # exec discards buffered output.
     sys.stdout.flush()
     os.execve(command[0], command, environment())

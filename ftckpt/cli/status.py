@@ -1,4 +1,4 @@
-"""``ftckpt status``: what a job has, on all its nodes, and what a restart would take now; ``ftckpt ls``: which jobs
+"""``ftckpt status``: a job's snapshots on all nodes and the outcome of a restart now. ``ftckpt ls``: the jobs that
 have memory on this machine."""
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _MARKS = ("whole", "protected")
 
 
 def add_status(commands: Any) -> None:
-    """Add ``status`` to the parser of ``ftckpt``."""
+    """Adds ``status`` to the parser of ``ftckpt``."""
     parser = commands.add_parser(
-        "status", help="show what a job has, on all its nodes, and what a restart would take now; status 1: nothing"
+        "status", help="show a job's snapshots, and which one a restart would restore; exit status 1: none"
     )
     parser.add_argument("job", nargs="?", default="", help="name of the job (default: the only one on this machine)")
     _add_common(parser)
-    parser.add_argument("--watch", nargs="?", type=float, const=_WATCH_SECS, metavar="SECS", help="again and again")
+    parser.add_argument("--watch", nargs="?", type=float, const=_WATCH_SECS, metavar="SECS", help="repeat every SECS")
     parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="SECS", help="for a node to answer (default: %(default)s)"
+        "--timeout", type=float, default=5.0, metavar="SECS", help="limit for a node's answer (default: %(default)s)"
     )
     parser.set_defaults(run=run_status)
 
 
 def add_ls(commands: Any) -> None:
-    """Add ``ls`` to the parser of ``ftckpt``."""
+    """Adds ``ls`` to the parser of ``ftckpt``."""
     parser = commands.add_parser("ls", help="list the jobs that have memory on this machine")
     _add_common(parser)
     parser.set_defaults(run=run_ls)
@@ -56,11 +56,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print it and return the exit status: 1 where a restart would not go on from any snapshot. Raises ArenaError."""
+    """Prints the status and returns the exit status, 1 if a restart would restore nothing. Raises ArenaError."""
     for name in ("timeout", "watch"):
         secs = getattr(arguments, name)
         if secs is not None and not 0 < secs < math.inf:
-            raise ConfigError(f"--{name} {secs:g}: name seconds, more than 0")
+            raise ConfigError(f"--{name} {secs:g}: it must be finite and above 0 seconds")
     if arguments.watch is not None:
         return _watch(arguments)
     status = job_status(*_asked(arguments), arguments.timeout)
@@ -69,13 +69,13 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """Print a line for each job and return the exit status: 1 where there is no place for jobs."""
+    """Prints a line per job and returns the exit status, 1 if ``--arena`` is not a directory."""
     if not arguments.arena.is_dir():
-        print(f"ftckpt: --arena: {arguments.arena} is not a directory; name the one that jobs have", file=sys.stderr)
+        print(f"ftckpt: --arena: {arguments.arena} is not a directory; name that of the jobs", file=sys.stderr)
         return 1
     states: dict[str, JobNodes] = {}
     for job in jobs_in(arguments.arena):
-        with suppress(ArenaError, FileNotFoundError):  # it has ended since they were listed
+        with suppress(ArenaError, FileNotFoundError):  # it has ended since the listing
             states[job] = nodes_here(arguments.arena, job, 1.0)
     jobs = [{"job": job, **_summary(state.nodes), **_memory(state.nodes)} for job, state in states.items()]
     if arguments.json:
@@ -93,18 +93,18 @@ def run_ls(arguments: argparse.Namespace) -> int:
         ]  # fmt: skip
         print(aligned([columns, *rows], 2))
     if closed := closed_jobs_in(arguments.arena):
-        print(f"ftckpt: left out, as no other user sees what they have: {listed(closed)}", file=sys.stderr)
+        print(f"ftckpt: skipped, readable by their users only: {listed(closed)}", file=sys.stderr)
     return 0
 
 
 def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
-    """What ``--json`` prints.
+    """The object that ``--json`` prints.
 
-    ``nodes``: of each whether it ``answers``, or which ``problem`` it has, its ranks, its SMP, and in how many
-    seconds that ends unless a rank starts, null while one trains. ``iteration``: the last boundary that a rank has
-    passed; ``whole``, ``protected``: the newest such snapshot; -1: none; ``protects``: whether any is going to be.
-    ``restart``: a ``RestartForecast``, ``lost_iterations``, null where nobody knows how far training had come, and
-    ``gone``, the nodes that do not answer, which count as lost.
+    ``nodes``: per node whether it ``answers``, its ``problem``, ranks and SMP; ``ends_in_secs``: the time until the
+    idle SMP stops, null while a rank trains. ``iteration``: the last step boundary that a rank has passed. ``whole``,
+    ``protected``: the newest committed and the newest protected snapshot, -1: none. ``protects``: whether protection
+    is on. ``restart``: a ``RestartForecast``; ``lost_iterations``, null if training's progress is unknown; ``gone``:
+    the nodes that do not answer, counted as lost.
 
     Raises:
         ArenaError: the job has no memory on this machine.
@@ -114,9 +114,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     summary = _summary(seen.nodes)
     expected = forecast(seen.inventory, stored, seen.protection)
     if expected.problem and not seen.description and (unseen := unseen_shards(seen.inventory)):
-        text = (
-            f"no SMP is known here, so what lies on other nodes cannot be seen ({listed(unseen)}): ask on each node"
-        )
+        text = f"no SMP is known here, so shards on other nodes cannot be seen ({listed(unseen)}): ask on each node"
         expected = replace(expected, problem=text)
     lost = summary["iteration"] - expected.iteration if summary["iteration"] >= 0 else None
     return {
@@ -174,7 +172,7 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
         yield f"newest {name}: {_in_words(told[0]) if told else none}"
     if without := _ranks_that_count(status, "no_snapshots"):
-        yield f"no snapshots are taken by {listed(without)}: the log of the job says why, once a minute"
+        yield f"no snapshots are taken by {listed(without)}: the job's log reports the reason once a minute"
     waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
     if waiting:
         yield (
@@ -190,7 +188,7 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         newest = storage["iterations"][0] if storage["iterations"] else None
         text = f"storage: {storage['where']}: " + ("nothing" if newest is None else f"iteration {newest}")
         if storage["flushing"] is not None:
-            text += f"; iteration {storage['flushing']} is on its way"
+            text += f"; iteration {storage['flushing']} is being flushed"
         yield f"{text}; {storage['problem']}" if storage["problem"] else text
 
 
@@ -206,8 +204,8 @@ def _ranks_that_count(status: Mapping[str, Any], name: str) -> list[str]:
 def _outlook(restart: dict[str, Any]) -> str:
     gone = f" ({listed(restart['gone'])} gone)" if restart["gone"] else ""
     if restart["iteration"] < 0:
-        why = restart["problem"] or "memory holds no snapshot that is whole"
-        return f"a restart now{gone} {'finds none' if restart['problem'] else 'begins anew'}: {why}"
+        why = restart["problem"] or "memory has no committed snapshot"
+        return f"a restart now{gone} {'finds none' if restart['problem'] else 'starts from scratch'}: {why}"
     parts = [f"a restart now{gone} takes iteration {restart['iteration']} from {restart['source']}"]
     if restart["rebuilt"]:
         each = [f"{shard} from {' and '.join(of) or 'its package'}" for shard, of in restart["rebuilt"].items()]
@@ -222,14 +220,14 @@ def _outlook(restart: dict[str, Any]) -> str:
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Until it is interrupted: a table that changes in its place, or where nobody looks at a terminal one behind the
-    other; with ``--json`` a line of JSON each time."""
+    """Shows the status until interrupted: updated in place on a terminal, else one after the other; with ``--json``
+    one line each."""
     root, job = _asked(arguments)
     with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
         while True:
             try:
                 status = job_status(root, job, arguments.timeout)
-            except (FtckptError, OSError) as error:  # a job that ends, or starts anew
+            except (FtckptError, OSError) as error:  # the job ends, or restarts
                 status = {"error": str(error)}
             show(status)
             time.sleep(arguments.watch)
@@ -238,7 +236,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """What shows a status, or an ``error`` in its place."""
+    """A function that shows a status, or its ``error``."""
     if as_json:
         yield lambda status: print(json.dumps(status), flush=True)
         return
@@ -250,7 +248,7 @@ def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     if not sys.stdout.isatty():
         yield lambda status: print(text(status), end="\n\n", flush=True)
         return
-    # Only here: commands in scripts should start at once.
+    # Imported late: commands in scripts start faster.
     try:
         from rich.live import Live
         from rich.text import Text
@@ -264,7 +262,7 @@ def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Path, str]:
-    """Where a job has its memory, and its name; who gives that directory in place of the name means the same."""
+    """The arena root and the job's name; the argument is the name or the path of the job's directory."""
     if "/" in (arguments.job or ""):
         directory = Path(os.path.abspath(arguments.job))
         return directory.parent, directory.name.removeprefix("ftckpt-")
@@ -274,19 +272,19 @@ def _asked(arguments: argparse.Namespace) -> tuple[Path, str]:
 def _only_job(root: Path) -> str:
     jobs = own_jobs_in(root)
     if len(jobs) != 1:
-        raise ConfigError(f"name a job; under {root} are {', '.join(jobs) or 'none'} (--arena names another place)")
+        raise ConfigError(f"no job is named: name one; under {root} are {', '.join(jobs) or 'none'} (see --arena)")
     return jobs[0]
 
 
 def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
-    """What is known of the job's storage, and the snapshots there that a restart may take."""
+    """The state of the job's storage, and the checkpoints there that a restart may use."""
     settings, stored, problem = seen.description.get("settings", {}), list[int](), ""
     where = Place.of(str(settings.get("persist") or ""), str(settings.get("persist_format") or "")).snapshots
     if where:
         try:
             stored = [name.iteration for name in usable_at(where)]
         except StorageError as error:
-            problem = f"it cannot be read: {error}"
+            problem = f"cannot be read: {error}"
     flushing = None
     for node in seen.nodes:
         duties = (node.smp or {}).get("duties", {})
@@ -296,7 +294,7 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
 
 
 def _summary(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
-    """Of all nodes together."""
+    """Totals over all nodes."""
     trainers = [trainer for node in nodes for trainer in node.trainers]
     newest = {name: max((_mark(node, name)["iteration"] for node in nodes), default=-1) for name in _MARKS}
     return {
@@ -307,7 +305,7 @@ def _summary(nodes: tuple[NodeState, ...]) -> dict[str, Any]:
 
 
 def _mark(node: NodeState, name: str) -> dict[str, Any]:
-    """By its SMP, which knows since when; without one by marks in memory, which are those of another moment."""
+    """The newest snapshot so marked: from the SMP, with its age, or without an SMP from the arenas."""
     return (node.smp or {}).get(name) or {"iteration": getattr(node, name)}
 
 

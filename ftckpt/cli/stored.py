@@ -1,5 +1,5 @@
-"""``ftckpt list``, ``verify``, ``pin`` and ``unpin``: what a job has on storage, whether every byte of it is what it
-was, and which checkpoints stay there whatever the job does."""
+"""``ftckpt list``, ``verify``, ``pin`` and ``unpin``: lists checkpoints on storage, verifies their checksums, and
+excludes them from retention."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _READ_BYTES = 16 << 20
 
 
 def add_list(commands: Any) -> None:
-    """Add ``list`` to the parser of ``ftckpt``."""
-    parser = commands.add_parser("list", help="show the snapshots on storage, newest first")
+    """Adds ``list`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("list", help="show the checkpoints on storage, newest first")
     parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run_list)
 
 
 def add_verify(commands: Any) -> None:
-    """Add ``verify`` to the parser of ``ftckpt``."""
-    parser = commands.add_parser("verify", help="read every byte of snapshots on storage; status 1: something is bad")
+    """Adds ``verify`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("verify", help="read every byte of checkpoints on storage; status 1: some are bad")
     parser.add_argument("where", metavar="STORAGE", help="directory or URL, as --ftckpt-persist has it")
     parser.add_argument("--iteration", type=int, metavar="N", help="only this one (default: all)")
     parser.add_argument("--json", action="store_true", help="as JSON")
@@ -44,7 +44,7 @@ def add_verify(commands: Any) -> None:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Print a line for each snapshot. Raises StorageError where the place cannot be read."""
+    """Prints a line per checkpoint; status 1: some are unusable. Raises StorageError if storage is unreadable."""
     storage, wanted = found_at(arguments.where)
     listing = _listing(storage, wanted)
     if arguments.json:
@@ -55,32 +55,31 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def found_at(where: str) -> tuple[Storage, int | None]:
-    """The storage that lies at ``where``, and the iteration that this names, if it is one snapshot.
+    """The storage of ``where``, and its iteration if ``where`` names a single checkpoint.
 
     Raises:
-        StorageError: the place cannot be read, or has something else.
+        StorageError: storage is unreadable, or contains something else.
     """
     located = locate(where)
     storage = open_storage(located.where)
     if "://" in where or storage.size(OWNER_NAME) is not None or checkpoints(storage):
         return storage, located.iteration
-    # Here: torch takes seconds to load, and snapshots need none of it.
+    # Imported late: torch takes seconds to load, and listing does not need it.
     from ftckpt.universal.formats import description
 
     path = Path(located.where)
     if not any(path.iterdir()):
         return storage, None
-    there = description(path) or "has no snapshots, and no checkpoint of another kind that is known here"
+    there = description(path) or "has no snapshots, and no checkpoint of another known kind"
     raise StorageError(f"{where} {there}", lasting=True)
 
 
 def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
-    """What ``ftckpt list --json`` prints, of all iterations or the one that is ``wanted``.
+    """The object that ``ftckpt list --json`` prints, for all iterations or the one ``wanted``.
 
-    ``snapshots``: newest first; of one that cannot be used the ``problem`` alone beside ``name`` and ``iteration``.
-    ``void``: about to be removed. ``abandoned``: the iteration at which the job has branched before it; null where no
-    branch has left it. ``doubtful``: it may mix states of replicas that differed. ``pinned_away``: names
-    that are pinned and not there.
+    ``snapshots``: newest first; an unusable one has only ``name``, ``iteration`` and ``problem``. ``void``:
+    invalidated. ``abandoned``: the iteration before it at which the job has branched off; null if it is in the
+    job's past. ``doubtful``: its replicas may have differed. ``pinned_away``: pinned names that do not exist.
     """
     names, pins, void = _names(storage, wanted), pinned(storage), voided(storage)
     read = {name: _read(storage, name) for name in names}
@@ -111,7 +110,7 @@ def _names(storage: Storage, wanted: int | None) -> list[CheckpointName]:
 
 
 def _read(storage: Storage, name: CheckpointName) -> StoredSnapshot | str:
-    """The manifest, or what is wrong with it."""
+    """The manifest, or the error of reading it."""
     try:
         return read_manifest(storage, name)
     except StorageError as error:
@@ -134,13 +133,17 @@ def _in_lines(listing: dict[str, Any], where: str) -> Iterator[str]:
         size = f"{one['shards']} shards, {human(one['bytes'])}"
         yield ", ".join([f"{one['name']}: {one['layout']}, {size}, of job {one['job']}", *notes])
     for name in listing["pinned_away"]:
-        yield f"{name}: pinned, and not there"
+        yield f"{name}: pinned, but missing"
     if not listing["snapshots"]:
         yield f"{where}: no snapshot"
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print what is bad, and what a restart would take. Raises StorageError where the place cannot be read."""
+    """Prints the result for each checkpoint, and which one a restart would restore; exit status 1: some are bad.
+
+    Raises:
+        StorageError: storage is unreadable, or has no such checkpoint.
+    """
     storage, named = found_at(arguments.where)
     iteration = named if arguments.iteration is None else arguments.iteration
     wanted = _names(storage, iteration)
@@ -162,7 +165,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _verified(storage: Storage, name: CheckpointName) -> dict[str, Any]:
-    """Every byte of it was read: its ``problems``, each a text."""
+    """Reads every byte of a checkpoint; ``problems`` has a text per bad file."""
     which = {"name": str(name), "iteration": name.iteration}
     stored = _read(storage, name)
     if isinstance(stored, str):
@@ -184,7 +187,7 @@ def _verdict(verified: dict[str, Any]) -> Iterator[str]:
 
 
 def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
-    """What is wrong with a file; "" if nothing is."""
+    """The problem of a file, or ""."""
     nbytes = storage.size(name)
     if nbytes != entry.nbytes:
         return f"{name} is missing" if nbytes is None else f"{name} has {nbytes} bytes, not {entry.nbytes}"
@@ -195,10 +198,10 @@ def _problem(storage: Storage, name: str, entry: StoredShard) -> str:
 
 
 def usable_at(where: str) -> list[CheckpointName]:
-    """The snapshots that a restart may take of what lies at ``where``, newest first; no byte of their shards is read.
+    """The checkpoints at ``where`` that a restart may use, newest first. Shards are not read.
 
     Raises:
-        StorageError: the place cannot be read.
+        StorageError: storage is unreadable.
     """
     storage = open_storage(where)
     void, found = voided(storage), {name: _read(storage, name) for name in checkpoints(storage)}
@@ -209,15 +212,15 @@ def usable_at(where: str) -> list[CheckpointName]:
 
 
 def add_pin(commands: Any) -> None:
-    """Add ``pin`` to the parser of ``ftckpt``."""
-    parser = commands.add_parser("pin", help="keep a checkpoint on storage: no job removes or replaces it")
+    """Adds ``pin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("pin", help="pin a checkpoint on storage: no job removes or replaces it")
     _add_name(parser)
     parser.set_defaults(run=run_pin)
 
 
 def add_unpin(commands: Any) -> None:
-    """Add ``unpin`` to the parser of ``ftckpt``."""
-    parser = commands.add_parser("unpin", help="let a checkpoint go as others do")
+    """Adds ``unpin`` to the parser of ``ftckpt``."""
+    parser = commands.add_parser("unpin", help="unpin a checkpoint: retention may remove it")
     _add_name(parser)
     parser.set_defaults(run=run_unpin)
 
@@ -235,16 +238,16 @@ def _name(text: str) -> CheckpointName:
 
 
 def run_pin(arguments: argparse.Namespace) -> int:
-    """Pin it. Raises StorageError where there is none of that name."""
+    """Pins the checkpoint. Raises StorageError if it does not exist."""
     is_void = pin(found_at(arguments.where)[0], arguments.name)
     print(f"{arguments.name} is pinned")
     if is_void:
-        print("it is void, on its way out; 'ftckpt list' shows whether it stays")
+        print("it is invalidated and may be about to be removed; 'ftckpt list' shows whether it stays")
     return 0
 
 
 def run_unpin(arguments: argparse.Namespace) -> int:
-    """Take the pin away; it goes with the next checkpoint if it is one too many."""
+    """Unpins the checkpoint; retention may remove it after the next flush."""
     was_pinned = unpin(found_at(arguments.where)[0], arguments.name)
     print(f"{arguments.name} is {'no longer' if was_pinned else 'not'} pinned")
     return 0

@@ -1,7 +1,7 @@
-"""The timeline of one iteration: what each rank did from one boundary to the next, and what was copied meanwhile.
+"""The timeline of one iteration: each rank's activities and copies from one step boundary to the next.
 
-One iteration of one attempt is chosen from the event logs. The timelines of a long run do not fit in memory, so an
-index of their places in the files is made first.
+The iteration is chosen from the event logs. The timelines of a long run do not fit in memory, so an index of their
+file offsets is built first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ftckpt.errors import EventLogError
 from ftckpt.model.text import human, listed
 
 IDLE = ("start", "window", "tail")
-"""Spans in which a rank neither computes nor waits in the fence."""
+"""Kinds of span in which a rank neither computes nor waits in the fence."""
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     "windows": IDLE,
@@ -25,14 +25,14 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "backward": ("backward",),
     "fence": ("boundary", "fence"),
 }
-"""Spans of an iteration, as copied bytes are counted."""
+"""Parts of an iteration for which copied bytes are summed, as kinds of span."""
 
 REMEDY = "run with --ftckpt-events DIR and a --ftckpt-timeline-interval above 0"
 _MAX_NAMED = 20
 
 
 class ActivitySpan(NamedTuple):
-    """An activity of training, in seconds from the rank's boundary."""
+    """An activity of training; times in seconds since the rank's boundary."""
 
     kind: str
     begin: float
@@ -40,7 +40,7 @@ class ActivitySpan(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of ``nbytes``, in seconds from the rank's boundary."""
+    """A copy of ``nbytes``; times in seconds since the rank's boundary."""
 
     begin: float
     end: float
@@ -64,7 +64,7 @@ class RankTimeline:
 
     @property
     def stage(self) -> int:
-        """The rank's place in the pipeline."""
+        """The rank's pipeline stage."""
         return self.coords.get("pp", 0)
 
     @property
@@ -97,12 +97,12 @@ class Timeline:
 
     @property
     def origin(self) -> float:
-        """Second 0: the earliest boundary or copy, in seconds since the epoch."""
+        """The zero of time: the earliest boundary or copy, in seconds since the epoch."""
         return min(rank.begin + min([0.0, *(copy.begin for copy in rank.copies)]) for rank in self.ranks)
 
     @property
     def summary(self) -> str:
-        """One sentence: the share that was copied in windows, and the longest fence."""
+        """One sentence: the share copied in windows, and the longest fence."""
         total = sum(rank.total_bytes for rank in self.ranks)
         hidden = sum(rank.bytes_of("windows") for rank in self.ranks)
         copied = f"{hidden / total:.1%} of {human(total)} were copied in windows" if total else "nothing was copied"
@@ -111,10 +111,10 @@ class Timeline:
 
 
 def parse_rank(line: Mapping[str, Any], node: str = "") -> RankTimeline:
-    """A ``timeline`` event; unknown fields and kinds of span are ignored.
+    """Parses a ``timeline`` event; unknown fields are ignored.
 
     Raises:
-        ValueError: a field is missing or is not what it should be.
+        ValueError: a field is missing or invalid.
     """
     try:
         return RankTimeline(
@@ -140,7 +140,7 @@ def _name(value: str) -> str:
 
 
 class _Entry(NamedTuple):
-    """The place of a rank's timeline; ``is_warm``: the attempt had taken a snapshot before this one."""
+    """The place of a rank's timeline; ``is_warm``: it is not of the process's first snapshot."""
 
     begin: float
     is_warm: bool
@@ -157,7 +157,7 @@ class _Attempt:
 
 
 class _Candidate(NamedTuple):
-    """The timelines of one iteration in one attempt, of which ``ranks`` are all ranks."""
+    """The timelines of one iteration in one attempt; ``ranks``: all ranks of the attempt."""
 
     log: EventLog
     iteration: int
@@ -170,7 +170,7 @@ class _Candidate(NamedTuple):
 
     @property
     def preference(self) -> tuple[float, bool, float]:
-        """Most ranks first, then those that were not the first after a start, then the newest."""
+        """A sort key: most ranks, then not the first snapshot after a start, then the newest."""
         is_warm = all(entry.is_warm for entry in self.entries.values())
         return len(self.entries) / len(self.ranks), is_warm, self.begin
 
@@ -178,15 +178,15 @@ class _Candidate(NamedTuple):
 def read_timeline(run: Path, iteration: int | None = None) -> Timeline:
     """The timeline of one iteration from the event logs at or below ``run``.
 
-    Where several directories have some, the one with the newest is taken and the others are named in the notes.
-    Without ``iteration``: the newest that every rank of its attempt has, if possible not the first after a start.
+    If several directories have timelines, that with the newest is used and the notes name the others. Without
+    ``iteration``: the newest iteration that all ranks have, if possible not of the first snapshot after a start.
 
     Raises:
-        EventLogError: no such directory, no event logs, no timelines in them, or none of this iteration.
+        EventLogError: no such directory, no event logs, no timelines, or none of this iteration.
     """
     candidates = [candidate for log in event_logs(run, REMEDY) for candidate in _candidates(log)]
     if not candidates:
-        raise EventLogError(f"{run}: no timelines in the event logs here; {REMEDY}")
+        raise EventLogError(f"{run}: no timelines in the event logs; {REMEDY}")
     matching = [candidate for candidate in candidates if iteration in (None, candidate.iteration)]
     if not matching:
         known = [str(one) for one in sorted({candidate.iteration for candidate in candidates}, reverse=True)]
@@ -210,7 +210,7 @@ def _candidates(log: EventLog) -> Iterator[_Candidate]:
 
 
 def _index(log: EventLog, path: Path, attempts: dict[str, _Attempt]) -> None:
-    """Add the timelines of a file to their attempts. A process that has not restored belongs to none."""
+    """Adds the timelines of a file to their attempts. A process that has not restored belongs to no attempt."""
     lineages: dict[Any, str] = {}
     nodes: dict[Any, str] = {}
     earliest: dict[Any, int] = {}
@@ -235,22 +235,21 @@ def _index(log: EventLog, path: Path, attempts: dict[str, _Attempt]) -> None:
 
 
 def _load(entry: _Entry) -> RankTimeline:
-    # Read again: only the timelines of one iteration are in memory.
+    # Read again, so that only the timelines of one iteration are in memory.
     with open(entry.place.path, "rb") as file:
         file.seek(entry.place.offset)
         line = parse_line(file.readline())
     if line is None or line.get("event") != "timeline":
-        raise EventLogError(f"{entry.place.path} was rotated while it was read: try again")
+        raise EventLogError(f"{entry.place.path} was rotated while it was read; try again")
     return parse_rank(line, entry.node)
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
-    """The timeline in the Chrome trace format, which https://ui.perfetto.dev opens: a process for each node, a thread
-    for each rank. Times are microseconds since the earliest boundary; copies may overlap, so they are asynchronous
-    events beside the spans of their rank's thread."""
+    """The timeline in the Chrome trace format, for https://ui.perfetto.dev: a process per node, a thread per rank,
+    times in microseconds since ``origin``. Copies may overlap, so they are asynchronous events."""
     nodes = sorted({rank.node for rank in timeline.ranks})
     events: list[dict[str, Any]] = [
-        # 0 is the idle process to Perfetto.
+        # From 1: Perfetto takes pid 0 for the idle process.
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": f"node {node}" if node else "ranks"}}
         for pid, node in enumerate(nodes, 1)
     ]
@@ -271,7 +270,7 @@ def _rank_events(timeline: Timeline, rank: RankTimeline, pid: int) -> Iterator[d
     yield {"ph": "M", **where, "name": "thread_sort_index", "args": {"sort_index": rank.stage}}
     done = 0.0
     for span in rank.spans:
-        # Event logs round times: neighbours may seem to overlap.
+        # Times in event logs are rounded: adjacent spans may seem to overlap.
         begin = max(done, micros(span.begin))
         done = max(begin, micros(span.end))
         kind = "bubble" if span.kind in IDLE else "training"

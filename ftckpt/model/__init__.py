@@ -1,4 +1,4 @@
-"""A job's state as data: fragments, manifests, objects, snapshots, topology, layouts, replica sets.
+"""A job's state as data: fragments, manifests, objects, snapshots, topology, layouts, replica sets, lineage.
 
-Pure: no torch.distributed, no files. Everything else is written in these words.
+Pure: no torch.distributed, no files. All other folders use these types.
 """

@@ -1,8 +1,8 @@
-"""One JSON form for dataclasses, by their type hints: what ranks and nodes send each other, and what files hold.
+"""JSON for dataclasses, driven by their type hints: the encoding of messages and files.
 
-A dataclass is an object with a member for each of its fields, a named tuple an array, bytes are hex, a SnapshotId is
-its text. A class with a form of its own has ``to_json`` and ``from_json``. What is read is checked against the hints:
-other processes, and files that anybody may have damaged, are not trusted to have sent what belongs there.
+A dataclass becomes an object with a member per field, a named tuple an array, bytes become hex, a SnapshotId its
+text. A class with its own encoding has ``to_json`` and ``from_json``. Decoding checks values against the type hints,
+as messages and files are not trusted.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def decode(data: bytes, kind: type[T]) -> T:
     """Inverse of ``encode`` for a value of type ``kind``; raises ValueError for anything else."""
     try:
         return from_json(json.loads(data), kind)
-    # ``json`` recurses into what a hostile sender nests.
+    # ``json`` recurses once per level of nesting in a hostile message.
     except RecursionError:
         raise ValueError(f"no {_name(kind)}: too deeply nested") from None
 
 
 def to_json(value: Any) -> Any:
-    """``value`` as what ``json`` can write."""
+    """``value`` as a value that ``json`` can write."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, SnapshotId):
@@ -57,7 +57,7 @@ def to_json(value: Any) -> Any:
         return value.hex()
     if hasattr(value, "to_json"):
         return value.to_json()
-    if type(value) in (tuple, list):  # most are; whether a class is a Mapping takes Python long to learn
+    if type(value) in (tuple, list):  # the common case first: isinstance(value, Mapping) is slow
         return [to_json(item) for item in value]
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
@@ -94,7 +94,7 @@ def _cached_reader(kind: Any) -> Reader:
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(*args)
     if origin is not None and issubclass(origin, Iterable):
-        # An abstract type cannot be made: a tuple takes its place.
+        # An abstract type has no instances: values become tuples.
         return _sequence(args[0], tuple if origin.__module__ == "collections.abc" else origin)
     if kind is SnapshotId:
         return lambda value: _snapshot(_str(value))
@@ -105,17 +105,17 @@ def _cached_reader(kind: Any) -> Reader:
         return made
     if is_dataclass(kind):
         return _dataclass(kind)
-    if issubclass(kind, tuple):  # a named one: its hints stand in the order of its items
+    if issubclass(kind, tuple):  # a named tuple: its hints have the order of its items
         return _items(get_type_hints(kind).values(), lambda items: kind(*items))
     return _of(kind)
 
 
 def _of(kind: Any) -> Reader:
     def read(value: Any) -> Any:
-        # Not isinstance: to Python True is an int.
+        # Not isinstance: True is an int.
         if type(value) is kind:
             return value
-        # Other writers of JSON write 1.0 as 1.
+        # Other JSON writers write 1.0 as 1.
         if kind is float and type(value) is int:
             return float(value)
         raise ValueError(f"{str(value)[:80]!r} is no {_name(kind)}")
@@ -128,13 +128,13 @@ _list, _dict, _str = _of(list), _of(dict), _of(str)
 
 @lru_cache(maxsize=1024)
 def _snapshot(text: str) -> SnapshotId:
-    """The messages of a large job name few snapshots very often."""
+    """Parses a snapshot's text; cached, as the messages of a large job repeat a few snapshots very often."""
     return SnapshotId.parse(text)
 
 
 def _union(kinds: tuple[Any, ...]) -> Reader:
-    """The dataclasses of a union differ in the names of their fields."""
-    # By the names of their fields, in one step: tried one after another, a large message would be read several times.
+    """A reader of a union, whose dataclasses must differ in the names of their fields."""
+    # Chosen by field names: trying one after another would read a large message several times.
     by_fields = {frozenset(f.name for f in fields(kind)): _reader(kind) for kind in kinds if _by_fields(kind)}
     plain = {kind for kind in kinds if kind in (str, int, bool, type(None))}
     others = [_reader(kind) for kind in kinds if kind not in plain and not _by_fields(kind)]
@@ -178,10 +178,10 @@ def _dataclass(kind: Any) -> Reader:
 
     def read(value: Any) -> Any:
         given = _dict(value)
-        # The first comparison is the usual case, and the cheaper one.
+        # The first comparison is the common case, and cheaper.
         if given.keys() != readers.keys() and not needed <= given.keys() <= readers.keys():
             wrong = sorted(given.keys() - readers.keys()) or sorted(needed - given.keys())
-            raise ValueError(f"{wrong[0][:80]!r} is missing or does not belong there")
+            raise ValueError(f"field {wrong[0][:80]!r} is missing or unknown")
         return kind(**{name: readers[name](item) for name, item in given.items()})
 
     return read

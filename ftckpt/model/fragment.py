@@ -1,4 +1,4 @@
-"""Geometry of one piece of one logical tensor: the word everything else is written in."""
+"""Fragments: pieces of logical tensors, the unit in which state is described."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _DTYPES = """
 4 I32 int32  U32 uint32  F32 float32
 8 F64 float64  I64 int64  U64 uint64
 """
-"""All types of tensors that are known: bytes per element, and for each the names of safetensors and of torch."""
+"""All supported tensor types: bytes per element, then pairs of the names in safetensors and in torch."""
 
 _ROWS = [line.split() for line in _DTYPES.strip().splitlines()]
 DTYPE_BYTES = {name: int(row[0]) for row in _ROWS for name in row[1::2]}
 """Bytes per element."""
 TORCH_NAMES = {name: torch_name for row in _ROWS for name, torch_name in zip(row[1::2], row[2::2], strict=True)}
-"""The type's name in torch: an SMP reads fragments and never loads torch."""
+"""Names of types in torch, as text: an SMP reads fragments without importing torch."""
 
 Shape = tuple[int, ...]
 
@@ -40,15 +40,15 @@ class Box(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Geometry in words: ``name`` is box and range as the name of a fragment has them, ``json`` all of it."""
+    """Geometry as text: ``name``, box and range in the form of a fragment's name; ``json``, all of it."""
 
     name: str
     json: str
 
 
-@lru_cache(maxsize=1 << 14)  # tensors are many, and few are of a shape of their own
+@lru_cache(maxsize=1 << 14)  # many tensors share a few shapes
 def _place(global_shape: Shape, box: Box, start: int, stop: int) -> _Place:
-    """Raises ValueError where box or range leave anything."""
+    """The texts of a geometry. Raises ValueError if the box exceeds the shape or the range exceeds the box."""
     offsets, shape = box
     if not len(offsets) == len(shape) == len(global_shape):
         raise ValueError(f"box {box} does not have {len(global_shape)} dimensions")
@@ -64,7 +64,7 @@ def _place(global_shape: Shape, box: Box, start: int, stop: int) -> _Place:
 
 
 class _Fields(NamedTuple):
-    # A tuple: a start makes and compares thousands.
+    # A tuple, for speed: a start creates and compares thousands.
     key: str
     dtype: str
     global_shape: Shape
@@ -83,7 +83,7 @@ class Fragment(_Fields):
         ValueError: the box leaves the tensor or the range leaves the box.
     """
 
-    def __new__(  # noqa: PLR0917 - as of any tuple
+    def __new__(  # noqa: PLR0917 - the fields of the tuple
         cls, key: str, dtype: str, global_shape: Shape, box: Box, start: int, stop: int
     ) -> Fragment:
         if dtype not in DTYPE_BYTES:
@@ -96,7 +96,7 @@ class Fragment(_Fields):
 
     @classmethod
     def whole(cls, key: str, dtype: str, global_shape: Shape, box: Box) -> Fragment:
-        """The fragment that holds all of ``box``."""
+        """The fragment of all elements of ``box``."""
         return cls(key, dtype, global_shape, box, 0, box.numel)
 
     @property
@@ -111,7 +111,7 @@ class Fragment(_Fields):
     def nbytes(self) -> int:
         return (self.stop - self.start) * DTYPE_BYTES[self.dtype]
 
-    @cached_property  # a start asks for thousands of names, each several times
+    @cached_property  # a start uses thousands of names several times
     def name(self) -> str:
         """Unique within a job: key, box and range, readable in any safetensors viewer."""
         return f"{self.key}{_place(*self[2:]).name}"
@@ -142,7 +142,7 @@ class Fragment(_Fields):
         """Inverse of ``to_json``; raises ValueError for anything else."""
         try:
             key, dtype, global_shape, offset, shape, start, stop = value
-            # Numbers convert, a key must be one: ``str`` would make a name of anything.
+            # Checked, not converted: ``str`` accepts any value.
             if not isinstance(key, str):
                 raise TypeError(f"key {key!r} is not a text")
             box = Box(tuple(map(int, offset)), tuple(map(int, shape)))
@@ -152,7 +152,7 @@ class Fragment(_Fields):
 
     @classmethod
     def each_from_json(cls, values: Iterable[list[Any]]) -> Iterator[Fragment]:
-        """``from_json`` of each. Those of one tensor stand side by side: their geometry is read once."""
+        """``from_json`` of each value; parses the geometry of adjacent values with equal geometry once."""
         made, place = None, list[Any]()
         for value in values:
             if made is not None and value[2:] == place and isinstance(value[0], str):

@@ -1,4 +1,4 @@
-"""Parallel layouts: their names, and the choice of the first listed one that fits the ranks there are."""
+"""Parallel layouts: their names, and the choice of the first listed layout that fits a number of ranks."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _PART = re.compile(r"([a-z]+)([1-9][0-9]{0,8})")
 
 
 def parse_layout(name: str) -> dict[str, int]:
-    """The sizes that a name gives. Axes stand in any order, each at most once.
+    """Parses a layout's name: axes and sizes in any order, each axis at most once.
 
-    An axis that is not named is 1, except ``etp``, which is then as ``tp`` (Megatron's default), and ``dp``,
-    which is then not among the sizes: as many replicas as there are ranks for.
+    An axis that is not named is 1, except ``etp``, which is then equal to ``tp`` (Megatron's default), and ``dp``,
+    which is then absent: it follows from the number of ranks.
 
     Raises:
-        LayoutError: not a name of a layout; the text says what one is.
+        LayoutError: not the name of a layout; the message describes valid names.
     """
     parts = _PART.findall(name)
     axes = [axis for axis, _ in parts]
     unknown = sorted(set(axes) - set(AXES))
     twice = sorted({axis for axis in axes if axes.count(axis) > 1})
-    # ``findall`` skips what it does not know: put together again the parts must be the whole name.
+    # ``findall`` skips unknown text: the parts joined must equal the name.
     if not parts or "".join(axis + size for axis, size in parts) != name:
         raise LayoutError(f"{name!r} is no layout: {_accepted()}")
     if unknown:
@@ -38,17 +38,17 @@ def parse_layout(name: str) -> dict[str, int]:
     if twice:
         raise LayoutError(f"layout {name!r} gives {twice[0]!r} twice: {_accepted()}")
     given = {axis: int(size) for axis, size in parts}
-    # ``dp`` stays out where it is not named: ``choose`` works it out from the number of ranks.
+    # ``dp`` is absent unless named: ``choose`` computes it from the number of ranks.
     sizes = {axis: given.get(axis, 1) for axis in AXES if axis != "dp" or "dp" in given}
     sizes["etp"] = given.get("etp", sizes["tp"])
     return sizes
 
 
 def layout_name(layout: Mapping[str, Any]) -> str:
-    """The name of a layout: tp, pp and dp (where known) always, other sizes where they are not the usual.
+    """The name of a layout: tp, pp and dp (if known), and other sizes that are not the default.
 
-    ``parse_layout`` of it gives the sizes of Megatron's axes back. Axes of other frameworks follow under their
-    own names; what is true or false is no axis.
+    ``parse_layout`` inverts it for Megatron's axes. Axes of other frameworks follow under their own names; entries
+    that are true or false are not axes.
     """
     parts = []
     for axis in (*AXES, *(axis for axis in layout if axis not in AXES)):
@@ -66,20 +66,20 @@ def _accepted() -> str:
 
 
 Layouts = str | Sequence[str] | Callable[[int], str]
-"""Names, the most wanted first: separated by commas, or one by one. Or what gives a name for a number of ranks: a
-callable, or where to import it from, ``module:function``."""
+"""Names in the order of preference, separated by commas or as a sequence; or a function from a number of ranks to a
+name, or its import path ``module:function``."""
 
 
 @dataclass(frozen=True)
 class JobSizes:
-    """What decides which layouts fit a job. What is None is not known, and nothing is checked by it.
+    """The sizes of a job that decide which layouts fit. None: unknown and not checked.
 
-    ``num_experts``: 0 where there are none; ``ffn``: hidden units of an MLP, of an expert's where there are experts.
-    ``extra_layers``: what counts as a layer where layers are divided among pipeline stages, such as embedding and
-    loss. ``batch_steps``: sizes besides ``global_batch`` that a batch can have or grow by. ``microbatch_group``:
-    micro-batches that a virtual stage runs before the next, where that is not pp. ``least_interleaved``: the least pp
-    that can have vpp > 1. ``by_hand``: the option that says which layers each stage has, for ``pp`` stages, or for
-    ``stages`` = pp × vpp model chunks.
+    ``num_experts``: 0 for a model without experts. ``ffn``: hidden units of an MLP, or of an expert's.
+    ``extra_layers``: embedding and loss, if they count as layers when layers are divided among pipeline stages.
+    ``batch_steps``: sizes besides ``global_batch`` that a batch can have or grow by. ``microbatch_group``:
+    micro-batches that a virtual stage runs before the next, if not pp. ``least_interleaved``: the minimal pp for
+    vpp > 1. ``by_hand``: the option that assigns layers to stages explicitly, for ``pp`` stages, or for ``stages`` =
+    pp × vpp model chunks.
     """
 
     global_batch: int | None = None
@@ -102,8 +102,8 @@ class JobSizes:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout: its name and the size of every axis, ``dp`` among them. ``passed``: (name, why it does not fit) of
-    those that stand before it in the list."""
+    """The chosen layout: its name and the size of every axis, including ``dp``. ``passed``: names of earlier layouts
+    in the list, and why each does not fit."""
 
     name: str
     sizes: Mapping[str, int]
@@ -119,14 +119,14 @@ def choose(layouts: Layouts, world_size: int, job: JobSizes) -> Choice:
     """The first of the layouts that fits ``world_size`` ranks.
 
     Raises:
-        LayoutError: a name is wrong, or none fits: the text says of each why not.
+        LayoutError: a name is wrong, or none fits; the message has the reason for each.
     """
     passed: list[tuple[str, str]] = []
     for name in names(layouts, world_size):
         sizes = parse_layout(name)
         why = fits(sizes, world_size, job)
         if not why:
-            # Also where it was named: ``fits`` has made sure that it is this.
+            # Equal to a named dp: ``fits`` has checked that.
             sizes["dp"] = world_size // (sizes["tp"] * sizes["pp"] * sizes["cp"])
             return Choice(layout_name(sizes), sizes, world_size, tuple(passed))
         passed.append((name, why))
@@ -135,10 +135,10 @@ def choose(layouts: Layouts, world_size: int, job: JobSizes) -> Choice:
 
 
 def names(layouts: Layouts, world_size: int) -> list[str]:
-    """The names, in their order, without repetitions.
+    """The names in order, without repetitions.
 
     Raises:
-        LayoutError: there is none, or what should give one cannot be imported or gives something else.
+        LayoutError: the list is empty, or the function cannot be imported or does not return a name.
     """
     if isinstance(layouts, str):
         layouts = _imported(layouts) if ":" in layouts else layouts.split(",")
@@ -146,7 +146,7 @@ def names(layouts: Layouts, world_size: int) -> list[str]:
         given = layouts(world_size)
         if not isinstance(given, str):
             raise LayoutError(
-                f"--ftckpt-layouts: the function gave {given!r} for {_ranks(world_size)}, which is no name"
+                f"--ftckpt-layouts: the function returned {given!r} for {_ranks(world_size)}; return a name"
             )
         layouts = [given]
     listed = list(dict.fromkeys(name.strip() for name in layouts))
@@ -156,7 +156,7 @@ def names(layouts: Layouts, world_size: int) -> list[str]:
 
 
 def fits(layout: Mapping[str, int], world_size: int, job: JobSizes) -> str:
-    """Why ``layout`` (see ``parse_layout``) does not fit ``world_size`` ranks or the job, in words; "" if it does."""
+    """The reason why ``layout`` (from ``parse_layout``) does not fit ``world_size`` ranks or the job, or ""."""
     return next(_reasons(layout, world_size, job), "")
 
 
@@ -174,7 +174,7 @@ def _ranks_reasons(layout: Mapping[str, int], world_size: int, job: JobSizes) ->
         yield f"needs {replica * layout['dp']}"
     elif world_size % replica:
         yield f"needs a multiple of {replica}"
-    # Experts have their own division of the same ranks: cp is no part of it.
+    # Experts divide the same ranks in another way, without cp.
     expert = layout["etp"] * layout["ep"] * layout["pp"]
     if job.num_experts and world_size % expert:
         yield f"needs a multiple of etp × ep × pp = {expert}"
@@ -189,7 +189,7 @@ def _model_reasons(layout: Mapping[str, int], job: JobSizes) -> Iterator[str]:
     if job.num_heads and job.num_heads % tp:
         yield f"cannot divide {job.num_heads} attention heads by tp {tp}"
     groups = job.num_query_groups
-    # More ranks than query groups: each group is on several.
+    # With more ranks than query groups, each group is replicated.
     if groups and groups % tp and tp % groups:
         yield f"has tp {tp}, neither a divisor nor a multiple of {groups} query groups"
     parts = etp if job.num_experts else tp
@@ -197,7 +197,7 @@ def _model_reasons(layout: Mapping[str, int], job: JobSizes) -> Iterator[str]:
         yield f"cannot divide {job.ffn} hidden units of the MLP by {'etp' if job.num_experts else 'tp'} {parts}"
     if job.num_experts and tp > 1 and not job.sequence_parallel:
         yield f"has tp {tp}, with which experts need sequence parallelism"
-    # Megatron gives each rank of cp two pieces of a sequence, an early and a late one, to balance causal attention.
+    # To balance causal attention, Megatron gives each rank of cp two pieces of a sequence, an early and a late one.
     pieces = cp * (2 if cp > 1 else 1) * (tp if job.sequence_parallel else 1)
     if job.seq and job.seq % pieces:
         yield f"cannot divide sequences of {job.seq} into {pieces} parts"
@@ -230,7 +230,7 @@ def _batch_reasons(layout: Mapping[str, int], dp: int, job: JobSizes) -> Iterato
     pp, group = layout["pp"], job.microbatch_group or layout["pp"]
     for batch in batches:
         num_micro = batch // step
-        # A step may be what a batch grows by, and then be smaller than a group.
+        # A batch step may be an increment, which may be smaller than a group.
         whole = batch != job.global_batch or pp <= group <= num_micro
         if not whole or 0 < num_micro % group < pp:
             yield f"has {num_micro} micro-batches, which vpp {layout['vpp']} cannot interleave on pp {pp}"
@@ -244,7 +244,7 @@ def _imported(place: str) -> Callable[[int], str]:
     except (ImportError, AttributeError) as error:
         raise LayoutError(f"--ftckpt-layouts: {place!r} cannot be imported: {error}") from error
     if not callable(imported):
-        raise LayoutError(f"--ftckpt-layouts: {place!r} is no function")
+        raise LayoutError(f"--ftckpt-layouts: {place!r} is not a function; name one as module:function")
     function: Callable[[int], str] = imported
     return function
 

@@ -1,17 +1,17 @@
-"""The history that a snapshot belongs to, as databases keep timelines. Pure.
+"""The history that a snapshot belongs to, similar to timelines of databases. Pure.
 
-A lineage is a list of branches, oldest first. Each names its generation, and the last iteration of the branch before
-it (its parent) that still belongs to the history; the first has no parent, and says -1. Going back makes a branch:
+A lineage is a list of branches, oldest first. Each has a generation, and the last iteration of its parent, the branch
+before it, that belongs to the history; -1 for the first, which has no parent. A rollback creates a branch:
 
-    what happens                                      lineage of what follows
+    event                                             lineage of the following snapshots
     training starts                                   1
-    restarts go on from memory or storage             1
+    restart from memory or storage                    1
     --ftckpt-rollback-before 41                       1, 2 branched at 40
-    a script goes on from a checkpoint of its own     3, without a parent: its history is not known
-    --ftckpt-restore-from a checkpoint of 60 of 1     1, 4 branched at 60
+    a script loads a checkpoint of its own            3, without a parent: its history is unknown
+    --ftckpt-restore-from iteration 60 of branch 1    1, 4 branched at 60
 
-A snapshot is in the past of a head up to the last iteration that both histories share. What is not is abandoned, not
-deleted: a later start can name it.
+A snapshot is in the past of a head up to the last iteration that both histories share. Other snapshots are abandoned,
+not deleted: a later start can name them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from itertools import takewhile
 from ftckpt.model.snapshot import SnapshotId
 
 NO_LIMIT = (1 << 63) - 1
-"""The last iteration that two histories share where one of them continues the other."""
+"""The last shared iteration of two histories of which one continues the other."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A part of a history: the snapshots of ``generation``, after those up to ``iteration`` of the branch before."""
+    """A part of a history: the snapshots of ``generation`` after ``iteration``, the last one of the branch before."""
 
     generation: int
     iteration: int = -1
@@ -36,7 +36,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Doubtful:
-    """Snapshots of ``generation`` after one iteration up to another, which may mix states of ranks that differ."""
+    """The snapshots of ``generation`` above ``after`` up to ``until``, whose replicas may have differed."""
 
     generation: int
     after: int
@@ -45,11 +45,11 @@ class Doubtful:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The branches of one history, oldest first; none where it is unknown.
+    """The branches of one history, oldest first; empty if unknown.
 
-    ``requests`` are the explicit acts of the newest start, such as ``rollback-before 41``: a start with the same ones
-    resumes. ``found`` is the newest checkpoint of the framework's own that a start of this history has found.
-    ``doubtful`` snapshots are restored only by name.
+    ``requests``: the explicit requests of the newest start, such as ``rollback-before 41``; a restart with the same
+    ones does not repeat them. ``found``: the iteration of the newest checkpoint of the framework that a start of this
+    history has found. ``doubtful`` snapshots are restored only if the user names them.
     """
 
     branches: tuple[Branch, ...] = ()
@@ -59,23 +59,23 @@ class Lineage:
 
     @property
     def generation(self) -> int:
-        """That of the newest branch; 0 where there is none."""
+        """The generation of the newest branch; 0 if there is none."""
         return self.branches[-1].generation if self.branches else 0
 
     def generation_at(self, iteration: int) -> int:
-        """That of the branch to which a snapshot of ``iteration`` belongs; 0 where there is none."""
+        """The generation of the branch that a snapshot of ``iteration`` belongs to; 0 if there is none."""
         return max((one.generation for one in self.branches if one.iteration < iteration), default=0)
 
     def doubt(self, after: int, until: int) -> Lineage:
-        """With the snapshots of this branch in between in doubt."""
+        """This lineage, with snapshots of the newest branch above ``after`` up to ``until`` in doubt."""
         return replace(self, doubtful=(*self.doubtful, Doubtful(self.generation, after, until)))
 
     def branch(self, iteration: int, after: int = 0) -> Lineage:
-        """The history of what follows ``iteration`` of this one; -1: a history without a past.
+        """The lineage of a branch after ``iteration`` of this one; -1: a history without a past.
 
-        ``after``: the highest generation that is known anywhere; the new one is above it.
+        ``after``: the highest known generation; the new one is above it.
         """
-        # A branch that started at this iteration, or later, has no part in what was before it.
+        # A branch that started at this iteration or later does not belong to the history before it.
         past = tuple(one for one in self.branches if one.iteration < iteration)
         generation = 1 + max(after, self.generation)
         return replace(self, branches=(*past, Branch(generation, iteration if past else -1)))
@@ -83,12 +83,12 @@ class Lineage:
 
 UNKNOWN = Lineage()
 FIRST = UNKNOWN.branch(-1)
-"""Of a job of which nothing is known."""
+"""The lineage of a new job."""
 
 
 def last_shared(one: Lineage, other: Lineage) -> int:
-    """The last iteration of which a snapshot belongs to both histories; ``NO_LIMIT`` where one continues the other,
-    and where one is unknown: nobody can tell then, and what is there counts."""
+    """The last iteration that belongs to both histories; ``NO_LIMIT`` if one continues the other. A snapshot of an
+    unknown history counts, so also ``NO_LIMIT`` if one is unknown."""
     if not one.branches or not other.branches:
         return NO_LIMIT
     pairs = zip(one.branches, other.branches, strict=False)
@@ -103,27 +103,27 @@ def is_past(lineage: Lineage, iteration: int, head: Lineage) -> bool:
 
 
 def is_doubtful(lineage: Lineage, iteration: int, head: Lineage) -> bool:
-    """Whether ``head`` has the snapshot of ``iteration``, taken under ``lineage``, in doubt."""
+    """Whether the snapshot of ``iteration``, taken under ``lineage``, is doubtful in the history of ``head``."""
     generation = lineage.generation_at(iteration)
     return any(one.generation == generation and one.after < iteration <= one.until for one in head.doubtful)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The explicit acts that the settings of a start name: ``rollback_before`` an iteration, ``restore_from`` a
-    checkpoint on storage. Each counts once: a start whose lineage remembers it resumes."""
+    """The explicit requests in the settings of a start: ``rollback_before`` an iteration, ``restore_from`` a
+    checkpoint on storage. Each is executed once: a lineage records it, and later starts resume."""
 
     before: int = 0
     name: str = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """As a lineage remembers them."""
+        """The requests as recorded in a lineage."""
         before = (f"rollback-before {self.before}",) if self.before else ()
         return (*before, f"restore-from {self.name}") if self.name else before
 
     def since(self, head: Lineage) -> Request:
-        """Of these what ``head`` does not remember."""
+        """The requests that ``head`` has not recorded yet."""
         return Request(
             0 if f"rollback-before {self.before}" in head.requests else self.before,
             "" if f"restore-from {self.name}" in head.requests else self.name,
@@ -135,10 +135,10 @@ NO_REQUEST = Request()
 
 @dataclass(frozen=True)
 class Selection:
-    """The snapshots that a restart may take: those in the past of ``head`` that are in no doubt, or ``only`` one that
-    the user names.
+    """The snapshots that a restart may restore: those in the past of ``head`` that are not doubtful, or ``only`` the
+    one that the user names.
 
-    ``assumed`` is the head before this start, and the lineage of what lies where none was recorded.
+    ``assumed``: the head before this start, taken as the lineage of snapshots without a recorded one.
     """
 
     head: Lineage = UNKNOWN
@@ -146,7 +146,7 @@ class Selection:
     assumed: Lineage = UNKNOWN
 
     def takes(self, lineage: Lineage, snapshot: SnapshotId) -> bool:
-        """Whether a snapshot that was taken under ``lineage`` is among them."""
+        """Whether ``snapshot``, taken under ``lineage``, is among them."""
         if self.only is not None:
             return snapshot == self.only
         taken_under, iteration = lineage if lineage.branches else self.assumed, snapshot.iteration
@@ -157,7 +157,7 @@ ANY = Selection()
 
 
 def newest(lineages: Iterable[Lineage]) -> Lineage:
-    """The head of a job: one node that knows it counts for all, as others were away or were killed too early."""
+    """The head of a job from the lineages that nodes know: the newest counts, as other nodes may have missed it."""
     known = [one for one in lineages if one.branches]
     head = max(known, key=lambda one: one.branches[-1].generation, default=UNKNOWN)
     same = [one for one in known if one == head]
@@ -170,11 +170,11 @@ _LOAD_OF = "load of iteration "
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The checkpoint of its own that a script has loaded at its start, by iteration; 0 or less: none to compare.
+    """The framework's checkpoint that a script has loaded, by iteration; 0 or less: none to compare.
 
-    ``named``: the user has named it; otherwise it is the newest that the script has found. ``lasting``: a later start
-    finds it again, unless somebody removes it on purpose. ``in_training``: it was loaded over what the job had.
-    ``may_follow``: the script may load one behind this start.
+    ``named``: the user has named it; otherwise it is the newest that the script has found. ``lasting``: later starts
+    find it again, unless somebody removes it on purpose. ``in_training``: it was loaded during training.
+    ``may_follow``: the script may load one after this start.
     """
 
     iteration: int = -1
@@ -190,24 +190,24 @@ class LoadedCheckpoint:
 
     @property
     def request(self) -> str:
-        """The explicit act that this load is; empty where it is the newest that the script has found."""
+        """The load as an explicit request; empty if the user has not named the checkpoint."""
         return f"{_LOAD_OF}{self.iteration}" if self.named else ""
 
     def requests(self, request: Request, head: Lineage) -> tuple[str, ...]:
-        """The explicit acts of this start. One that the script may repeat yet is remembered."""
+        """The explicit requests of this start, and recorded loads that the script may still repeat."""
         repeats = self.may_follow and not self.is_one
         kept = [one for one in head.requests if repeats and one.startswith(_LOAD_OF)]
         return tuple(filter(None, (*request.texts, self.request, *kept)))
 
     def beside(self, job: str) -> str:
-        """What the script had loaded where a snapshot counts, as a message part."""
+        """The end of a message about a restored snapshot: the script's load, which it replaces."""
         if self.named:
             again = f"('ftckpt clean {job}' to load that again)"
             return f", which continues iteration {self.iteration} of the script {again}"
         return f", the script had loaded {self.iteration}" if self.is_one else ""
 
     def as_start(self, why: str) -> str:
-        """The start of a training that restores no snapshot, and ``why``, as a message."""
+        """A message about a start that restores no snapshot, and ``why``."""
         if self.is_one:
             start = f"iteration {self.iteration} as loaded by the script"
         else:
@@ -219,13 +219,13 @@ NO_CHECKPOINT = LoadedCheckpoint()
 
 
 def rollback_reason(loaded: LoadedCheckpoint, head: Lineage) -> str:
-    """Why ``loaded`` counts although a snapshot may be newer; empty where the newer of the two counts."""
+    """The reason why ``loaded`` takes precedence over a newer snapshot; empty if the newer of the two counts."""
     if loaded.in_training:
         return "the script loaded it while it trained"
-    if not loaded.is_one:  # a storage that is not mounted, or is empty, rolls nothing back
+    if not loaded.is_one:  # an empty or unmounted directory must not cause a rollback
         return ""
     if loaded.named:
-        # The same command line at each restart: training has continued from there already.
+        # Restarts repeat the command line: a recorded load has been executed already.
         return "" if loaded.request in head.requests else "the script loaded it by name"
     if loaded.lasting and loaded.iteration < head.found:
         return f"the newest checkpoint of the script is older than at an earlier start, which found {head.found}"
@@ -235,18 +235,18 @@ def rollback_reason(loaded: LoadedCheckpoint, head: Lineage) -> str:
 def lineage_after(
     head: Lineage, loaded: LoadedCheckpoint, resumed: int | None, newer: int, requests: tuple[str, ...]
 ) -> Lineage:
-    """The lineage of the snapshots that a start is going to take.
+    """The lineage of the snapshots after a start.
 
     Args:
-        head: with the branch that was requested, if one was.
-        resumed: the iteration that was restored from a snapshot; None: ``loaded`` counts, or training starts.
-        newer: the newest iteration in the past of ``head`` that storage has and that was skipped; -1 for none.
-        requests: the explicit acts of this start.
+        head: the job's head, with the branch that was requested, if any.
+        resumed: the iteration restored from a snapshot; None: ``loaded`` counts, or training starts.
+        newer: the newest iteration in the past of ``head`` that storage has and that was skipped; -1: none.
+        requests: the explicit requests of this start.
     """
     found = loaded.iteration if loaded.is_one and loaded.lasting else -1
     if resumed is None:
         return replace(UNKNOWN.branch(-1, after=head.generation), requests=requests, found=found)
     following = replace(head, requests=requests, found=max(head.found, found))
-    # What is skipped now must not count at the next start, and what is taken now is in no doubt.
+    # Skipped snapshots must not count at the next start, and new ones must not fall into a doubtful range.
     doubts = [one.until for one in head.doubtful if one.generation == head.generation]
     return following.branch(resumed) if max(newer, *doubts, -1) > resumed or not head.branches else following

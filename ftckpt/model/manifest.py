@@ -1,4 +1,4 @@
-"""What one slot holds: the shard's coordinates, its layout and its fragments in the order of the bytes."""
+"""The manifest of a slot: the shard's coordinates, the layout, and the fragments in the order of their bytes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from ftckpt.model import codec
 from ftckpt.model.fragment import Box, Fragment
 
 KINDS = ("private", "shared", "copy", "parity")
-"""In the order in which they stand."""
+"""Kinds of section, in their order in a slot."""
 
 PARITY_PREFIX = "__parity__/"
 
 MAX_CHUNKS = 1 << 20
-"""Bound on a slot's chunks, so that a hostile manifest cannot ask for an endless table."""
+"""Limit of a slot's chunks, so that a hostile manifest cannot request a huge table."""
 
 
 class Section(NamedTuple):
-    """``fragments`` stepped fragments of a manifest, at least one, that stand side by side.
+    """A section of a slot: ``fragments`` adjacent stepped fragments of its manifest, at least one.
 
-    ``private``: what no replica or copy group covers. ``shared``: this rank's share of what its replica set
-    holds, covered by ``group``, the name of a parity group whose blocks lie in slots. ``copy``: a copy of the
-    share that the shard ``of`` has in ``group``. ``parity``: the blocks that this rank holds for ``group``,
-    one fragment of bytes.
+    ``private``: not protected by replica or copy groups. ``shared``: this rank's share of its replica set's state,
+    protected by the parity group ``group``, whose blocks are in slots. ``copy``: a copy of the share that shard
+    ``of`` has in ``group``. ``parity``: this rank's blocks of ``group``, as one fragment of bytes.
     """
 
     kind: str
@@ -39,17 +38,16 @@ class Section(NamedTuple):
 
 
 def parity_fragment(group: str, nbytes: int) -> Fragment:
-    """What the section of the parity blocks of ``group`` holds: ``nbytes`` up to the end of the last block."""
+    """The fragment of a parity section of ``group``: ``nbytes`` up to the end of the last block."""
     return Fragment.whole(f"{PARITY_PREFIX}{group}", "U8", (nbytes,), Box((0,), (nbytes,)))
 
 
 def check_sections(sections: Sequence[Section], stepped: Sequence[Fragment]) -> None:
-    """Hold the rules of a manifest's sections; none at all is one private section.
+    """Validates a manifest's sections; an empty sequence means one private section.
 
     Raises:
-        ValueError: an unknown kind, an order other than that of ``KINDS``, one section twice, more than one
-            private one, a wrong number of fragments, a group or shard where none belongs or none where one
-            does, or a parity section that is not its one fragment of bytes.
+        ValueError: an unknown kind, an order other than that of ``KINDS``, a duplicate, a wrong number of fragments,
+            a missing or superfluous group or shard, or a parity section that is not one fragment of bytes.
     """
     if not sections:
         return
@@ -57,12 +55,12 @@ def check_sections(sections: Sequence[Section], stepped: Sequence[Fragment]) -> 
         _check(section)
     places = [KINDS.index(section.kind) for section in sections]
     if places != sorted(places):
-        raise ValueError(f"sections stand in the order {[s.kind for s in sections][:20]}, not in that of {KINDS}")
+        raise ValueError(f"sections are in the order {[s.kind for s in sections][:20]}, not in that of {KINDS}")
     if len({(section.kind, section.group, section.of) for section in sections}) != len(sections):
-        raise ValueError("one section stands there twice")
+        raise ValueError("a section occurs twice")
     count = sum(section.fragments for section in sections)
     if count != len(stepped):
-        raise ValueError(f"sections hold {count} fragments, there are {len(stepped)} stepped ones")
+        raise ValueError(f"sections have {count} fragments, the manifest has {len(stepped)} stepped ones")
     begin = 0
     for section in sections:
         if section.kind == "parity" and stepped[begin] != parity_fragment(section.group, stepped[begin].nbytes):
@@ -89,19 +87,18 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of every slot of one arena.
+    """The structure of all slots of one arena.
 
-    ``coords`` places the shard in the layout (``{"tp": 0, "pp": 1, "dp": 0}``) and ``layout`` holds the
-    sizes and the sharding of the optimizer. ``stepped`` fragments are copied in the background, ``volatile``
-    ones at the boundary. ``objects_bytes`` is the room for encoded objects, ``chunk_bytes`` the size of a
-    copy and of a checksum. ``capacity`` is 0 where replica sets were cut into equal shares; otherwise shares
-    follow the bytes that each rank's windows take per snapshot, and this is the rank's own such figure.
-    ``sections`` divides the stepped fragments, in their order; none at all is one private section. ``padded`` are
-    keys, sorted, whose first dimension is rounded up by a rule that depends on the layout. ``derived`` are the types,
-    sorted, of weights that are in no fragment because they are casts of their masters.
+    ``coords``: the shard's place in the layout (``{"tp": 0, "pp": 1, "dp": 0}``). ``layout``: sizes, and the sharding
+    of the optimizer. ``stepped``: fragments of optimizer-updated state, copied in the background; ``volatile``: of
+    mutable state, copied at the boundary. ``objects_bytes``: space for encoded objects. ``chunk_bytes``: the unit of
+    copies and checksums. ``capacity``: bytes per snapshot that fit in the rank's windows, if replica sets are divided
+    by it; 0: they are divided into equal shares. ``sections``: divide the stepped fragments in order; empty: one
+    private section. ``padded``: sorted keys whose first dimension is rounded up by a rule that depends on the layout.
+    ``derived``: sorted types of weights that have no fragment because they are casts of their masters.
 
     Raises:
-        ValueError: sections that break the rules of ``check_sections``.
+        ValueError: invalid sections, see ``check_sections``.
     """
 
     coords: Mapping[str, int]
@@ -134,7 +131,7 @@ class Manifest:
         """Canonical JSON: equal manifests give equal bytes."""
         return self._encoded
 
-    @cached_property  # thousands of fragments take 10 ms, and a start asks for it several times
+    @cached_property  # encoding thousands of fragments takes 10 ms, and a start needs it several times
     def _encoded(self) -> bytes:
         value: dict[str, Any] = {
             "version": VERSION,
@@ -143,18 +140,19 @@ class Manifest:
             "objects_bytes": self.objects_bytes,
             "chunk_bytes": self.chunk_bytes,
         }
-        if self.capacity:  # absent where it says nothing: slots written before it existed stay readable
+        # Absent at its default, as in slots of versions without the field.
+        if self.capacity:
             value["capacity"] = self.capacity
-        if self.sections:  # as above
+        if self.sections:
             value["sections"] = codec.to_json(self.sections)
-        if self.padded:  # as above
+        if self.padded:
             value["padded"] = list(self.padded)
-        if self.derived:  # as above
+        if self.derived:
             value["derived"] = list(self.derived)
         texts = {name: json.dumps(of, separators=(",", ":"), sort_keys=True) for name, of in value.items()}
         for name, fragments in (("stepped", self.stepped), ("volatile", self.volatile)):
             texts[name] = f"[{','.join(map(Fragment.to_json_text, fragments))}]"
-        # Keys are sorted, lists are not: the order of coordinates and of fragments is part of what they say.
+        # Keys are sorted, lists are not: the order of coordinates and fragments is significant.
         members = ",".join(f'"{name}":{texts[name]}' for name in sorted(texts))
         return f"{{{members}}}".encode()
 
@@ -191,7 +189,7 @@ class Manifest:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes (xxh3-128) that name this manifest."""
+        """The xxh3-128 of the encoded manifest, 16 bytes, which identifies it."""
         return xxhash.xxh3_128_digest(self.encode())
 
 

@@ -1,7 +1,7 @@
 """Encoding of objects (RNG states, counters, schedulers, users' own state) without pickle.
 
 Byte layout, version 1: 8 bytes magic ``FTOBJ001``, 8 bytes little-endian length of a JSON text, the JSON
-text, then the raw bytes that it points to. JSON has no tuples, bytes, arrays or keys other than texts, so
+text, then raw bytes that it refers to by offset. JSON has no tuples, bytes, arrays or keys other than texts, so
 these are written as ``{"$": kind, ...}``; a plain mapping with the key ``$`` is written as pairs.
 """
 
@@ -23,7 +23,7 @@ MAGIC = b"FTOBJ001"
 _TEXTS = frozenset((str,))
 _PLAIN: frozenset[type] = frozenset((str, bool, int, type(None)))
 _NUMBERS = _PLAIN | {float}
-# What is not finite is an error: it is rare, and written in another way then.
+# A number that is not finite is an error, so that ``encode`` notices this rare case and encodes it differently.
 _TEXT = json.JSONEncoder(separators=(",", ":"), check_circular=False, allow_nan=False)
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _NAMES = {kind: name for name, kind in _MAPPINGS.items()}
@@ -37,16 +37,16 @@ _TENSOR_DTYPES = frozenset((
 
 
 def encode(value: Any) -> bytes:
-    """Encode nested dicts, lists, tuples, numbers, texts, bytes, numpy arrays and torch tensors.
+    """Encodes nested dicts, lists, tuples, numbers, texts, bytes, numpy arrays and torch tensors.
 
     Raises:
-        UnsupportedError: something else is inside; the text names where.
+        UnsupportedError: a value of another type; the message names its place.
     """
     try:
         try:
             blobs = _Blobs(_NUMBERS)
             text = _TEXT.encode(_encode(value, blobs)).encode()
-        except ValueError:  # a number is not finite: each is looked at
+        except ValueError:  # a number is not finite: floats are checked one by one
             blobs = _Blobs(_PLAIN)
             text = _TEXT.encode(_encode(value, blobs)).encode()
     except _RefusedError as refused:
@@ -58,17 +58,17 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Inverse of ``encode``; tensors come back on the CPU, owning their memory.
+    """Inverse of ``encode``; tensors are on the CPU and own their memory.
 
     Raises:
-        CorruptError: not something that ``encode`` wrote.
+        CorruptError: not an output of ``encode``.
     """
     view = memoryview(data)
     try:
         if bytes(view[:8]) != MAGIC:
             raise ValueError("wrong magic")
         end = 16 + int.from_bytes(view[8:16], "little")
-        # Before the slice, which would be cut short without an error.
+        # Checked before the slice, which would be shorter without an error.
         if end > len(view):
             raise ValueError("truncated")
         return _decode(json.loads(bytes(view[16:end])), view[end:])
@@ -77,7 +77,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 class _Blobs:
-    """Raw bytes that the text points to; values of the types ``plain`` are written as they are."""
+    """Raw bytes that the JSON text refers to. Values of the types ``plain`` are written as JSON."""
 
     def __init__(self, plain: frozenset[type]) -> None:
         self.plain = plain
@@ -85,7 +85,7 @@ class _Blobs:
         self._end = 0
 
     def add(self, data: bytes) -> dict[str, int]:
-        """Their place."""
+        """Appends ``data`` and returns its place."""
         begin = self._end
         self._end += len(data)
         self.data.append(data)
@@ -93,7 +93,7 @@ class _Blobs:
 
 
 class _RefusedError(Exception):
-    """A value that cannot be encoded: ``what`` it is, and the ``steps`` that lead to it, the last one first."""
+    """A value that cannot be encoded: ``what`` it is, and the ``steps`` to it, innermost first."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -101,7 +101,7 @@ class _RefusedError(Exception):
 
 
 def _encode(value: Any, blobs: _Blobs) -> Any:
-    # The exact type: an enum is an int, and would come back as a mere number. The commonest come first.
+    # The exact type: an enum is an int, and would be decoded as a plain number. Common types come first.
     kind = type(value)
     if kind in blobs.plain:
         return value
@@ -111,7 +111,7 @@ def _encode(value: Any, blobs: _Blobs) -> Any:
         return _encode_items(value, blobs)
     if kind is tuple:
         return {"$": "tuple", "items": _encode_items(value, blobs)}
-    # JSON has neither NaN nor infinity. All others are written so that they read back bit for bit.
+    # JSON has neither NaN nor infinity. All other floats are encoded bit-exactly.
     if kind is float:
         return value if isfinite(value) else {"$": "float", "value": repr(value)}
     return _encode_bytes(value, blobs)
@@ -166,7 +166,7 @@ def _encode_bytes(value: Any, blobs: _Blobs) -> Any:
         return _encode_tensor(value, blobs)
     if kind is bytes or kind is bytearray:
         return {"$": kind.__name__, **blobs.add(bytes(value))}
-    # Subclasses of arrays carry more than their elements: masks, names of fields.
+    # Not subclasses of arrays, which have more than their elements: masks, names of fields.
     is_array = kind is np.ndarray
     if (is_array or isinstance(value, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
         data = np.ascontiguousarray(value).tobytes()
@@ -181,14 +181,14 @@ def _encode_tensor(value: Any, blobs: _Blobs) -> Any:
     import torch
 
     if value.dtype is torch.uint8 and value.is_cpu and value.layout is torch.strided and not value.requires_grad:
-        name, data = "uint8", value.numpy().tobytes()  # states of generators: NumPy puts the elements in order
+        name, data = "uint8", value.numpy().tobytes()  # fast path for RNG states; tobytes() handles strides
     else:
         name = str(value.dtype).removeprefix("torch.")
         if value.layout != torch.strided or name not in _TENSOR_DTYPES:
             kind = "" if value.layout == torch.strided else "sparse "
             raise _RefusedError(f"a {kind}tensor of {value.dtype}, which cannot be saved")
-        # ``contiguous`` would keep the strides of a tensor of one element or none, which ``view`` refuses.
-        # A view that negates or conjugates lazily has the bytes of the original.
+        # ``contiguous`` may preserve strides of a tensor of one element or none, which ``view`` refuses.
+        # Lazily negated or conjugated views have the bytes of the original until resolved.
         fresh = value.detach().cpu().resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format)
         data = fresh.reshape(-1).view(torch.uint8).numpy().tobytes()
     return {"$": "tensor", "dtype": name, "shape": list(value.shape), **blobs.add(data)}
@@ -214,7 +214,7 @@ def _decode(value: Any, raw: memoryview) -> Any:
 def _decode_blob(kind: str, value: dict[str, Any], raw: memoryview) -> Any:
     begin, end = int(value["begin"]), int(value["end"])
     if not 0 <= begin <= end <= len(raw):
-        raise ValueError(f"bytes {begin}:{end} lie outside {len(raw)}")
+        raise ValueError(f"bytes {begin}:{end} are outside {len(raw)}")
     data = bytes(raw[begin:end])
     if kind in ("bytes", "bytearray"):
         return data if kind == "bytes" else bytearray(data)
@@ -225,7 +225,7 @@ def _decode_blob(kind: str, value: dict[str, Any], raw: memoryview) -> Any:
         return _decode_tensor(data, name, shape)
     if not _ARRAY_DTYPE.fullmatch(name):
         raise ValueError(f"array of dtype {name!r}")
-    # A bytearray of its own: objects that are loaded are written to, and bytes cannot be.
+    # In a new bytearray: loaded objects must be writable.
     array = np.frombuffer(bytearray(data), dtype=np.dtype(name)).reshape(shape)
     return array if kind == "array" else array[()]
 

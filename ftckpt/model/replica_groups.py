@@ -1,4 +1,4 @@
-"""Which ranks hold the same things, by one sort over what all of them hold."""
+"""Finds the ranks that have the same fragments, by one sort over the hashes of all ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from ftckpt.array_types import Array
 
 PRIVATE, DIFFERING, WHOLE = -1, -2, -3
-"""In place of a group: only this rank holds the fragment; its holders do not agree on the bits; each of them copies
-all of it."""
+"""Values in place of a group: only this rank has the fragment; its bits differ between ranks; each rank copies all
+of it."""
 
 _BLOCK = 1 << 18
-"""Entries that are looked at together: temporary arrays stay small beside the entries themselves."""
+"""Entries processed at a time, so that temporary arrays are small compared to all entries."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Ranks that hold the same fragments: ``members[g]``, ascending, hold ``lengths[g]`` fragments in common.
+    """Groups of ranks with the same fragments: ``members[g]``, ascending, have ``lengths[g]`` fragments in common.
 
-    ``hashes``, ascending, are the hashed identities that several ranks hold, ``group_of_hash`` their groups.
+    ``hashes``, ascending: the hashed identities that several ranks have; ``group_of_hash``: their groups.
     """
 
     members: tuple[Array, ...]
@@ -33,16 +33,16 @@ class Groups:
         if len(self.hashes) == 0:
             return np.full(len(mine), PRIVATE, np.int64)
         wanted = mine >> _rank_bits(num_ranks)
-        # Past the last hash there is none to compare with: any other gives the same answer, "not equal".
+        # Beyond the last hash, comparing with the last one also gives "not equal".
         at = np.minimum(np.searchsorted(self.hashes, wanted), len(self.hashes) - 1)
         return np.where(self.hashes[at] == wanted, self.group_of_hash[at], PRIVATE).astype(np.int64)
 
 
 def pack(hashes: Array, rank: int, num_ranks: int) -> Array:
-    """One uint64 per 64-bit hash, uint64: its upper bits, and ``rank`` in the lowest ones.
+    """Codes: one uint64 per 64-bit hash, with its upper bits, and ``rank`` in the lowest bits.
 
-    One in-place sort of all ranks' codes brings the holders of a hash together, in order. 50 bits of hash remain
-    for 16,384 ranks.
+    One in-place sort of all ranks' codes groups the ranks of each hash, in order. With 16,384 ranks, 50 bits of hash
+    remain.
     """
     low = (np.uint64(1) << _rank_bits(num_ranks)) - np.uint64(1)
     packed: Array = hashes & ~low | np.uint64(rank)
@@ -50,19 +50,19 @@ def pack(hashes: Array, rank: int, num_ranks: int) -> Array:
 
 
 def find_groups(entries: Array, num_ranks: int) -> Groups:
-    """The groups in the codes of all ranks, which are sorted in place and otherwise overwritten.
+    """The groups in the codes of all ranks; ``entries`` is overwritten.
 
-    A group is named by the sum, modulo 2**64, of one random word per member (Zobrist, 1970). A hash that one rank
-    has twice is in no group: its holders are ``DIFFERING``.
+    A group is identified by the sum, modulo 2**64, of one random word per member (Zobrist, 1970). A hash that one
+    rank has twice is in no group: it is ``DIFFERING``.
     """
     bits = _rank_bits(num_ranks)
     entries.sort()
     entries = _without_private(entries, bits)
     starts, doubles = _starts(entries, bits)
     usable = np.ones(len(starts), bool)
-    usable[np.searchsorted(starts, doubles, side="right") - 1] = False  # one rank, twice the same hash
+    usable[np.searchsorted(starts, doubles, side="right") - 1] = False  # a rank has the same hash twice
     low = (np.uint64(1) << bits) - np.uint64(1)
-    # Two sets of ranks with one sum: as likely as two equal random numbers of 64 bits.
+    # Two sets of ranks have the same sum with the probability of a collision of two random 64-bit numbers.
     sums = _sums(entries, starts, low, _words(num_ranks))
     names = distinct(sums[usable])
     group_of_hash = np.full(len(starts), DIFFERING, np.int32)
@@ -70,7 +70,7 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
     del sums
     lengths = np.bincount(group_of_hash[usable], minlength=len(names))
     stops = np.append(starts[1:], len(entries))
-    # The first run of each group, from which its members are read: written backwards, the first one stays.
+    # The first run of each group, for its members: assigned in reverse, so that the first run is the last write.
     first = np.zeros(len(names), np.int64)
     backwards = np.flatnonzero(usable)[::-1]
     first[group_of_hash[backwards]] = backwards
@@ -79,8 +79,8 @@ def find_groups(entries: Array, num_ranks: int) -> Groups:
 
 
 def distinct(values: Array) -> Array:
-    """Each of ``values`` once, ascending. ``np.unique`` imports ``numpy.ma`` when it is first called, which takes
-    longer than all that a start does with replicas."""
+    """The distinct ``values``, ascending. ``np.unique`` imports ``numpy.ma`` at its first call, which takes longer
+    than all work on replicas at a start."""
     ordered = np.sort(values)
     return np.concatenate([ordered[:1], ordered[1:][ordered[1:] != ordered[:-1]]])
 
@@ -100,9 +100,9 @@ def _words(num_ranks: int) -> Array:
 
 
 def _same_as_next(entries: Array, bits: np.uint64) -> Array:
-    """Whether the hash of each entry is that of the next one; False for the last."""
+    """Whether each entry has the same hash as the next one; False for the last."""
     same = np.zeros(len(entries), bool)
-    # Block by block: shifted copies of all ranks' entries would double the memory.
+    # In blocks: shifted copies of all entries would double the memory.
     for begin in range(0, len(entries) - 1, _BLOCK):
         end = min(begin + _BLOCK, len(entries) - 1)
         same[begin:end] = (entries[begin:end] ^ entries[begin + 1 : end + 1]) >> bits == 0
@@ -112,7 +112,7 @@ def _same_as_next(entries: Array, bits: np.uint64) -> Array:
 def _without_private(entries: Array, bits: np.uint64) -> Array:
     """The entries whose hash occurs more than once, moved to the front of the same memory."""
     shared = _same_as_next(entries, bits)
-    # The last entry of a run equals the one before it. A copy, as the two views overlap.
+    # Marks the last entry of each run, too. A copy, as the two views overlap.
     shared[1:] |= shared[:-1].copy()
     num_shared = 0
     for begin in range(0, len(entries), _BLOCK):
@@ -123,15 +123,15 @@ def _without_private(entries: Array, bits: np.uint64) -> Array:
 
 
 def _starts(entries: Array, bits: np.uint64) -> tuple[Array, Array]:
-    """Where each run of one hash begins, and where an entry is the same as the next one."""
+    """The start of each run of one hash, and the indices of entries that equal the next one."""
     same = _same_as_next(entries, bits)
-    # The first of all begins a run, and each that differs from the one before.
+    # A run starts at the first entry, and at each that differs from the one before.
     starts = np.flatnonzero(np.append(True, ~same[:-1])) if len(entries) else np.empty(0, np.int64)
     return starts, np.flatnonzero(_same_as_next(entries, np.uint64(0)))
 
 
 def _sums(entries: Array, starts: Array, low: np.uint64, words: Array) -> Array:
-    """The sum of the words of the ranks of each run, modulo 2**64."""
+    """The sum of the words of each run's ranks, modulo 2**64."""
     sums = np.empty(len(starts), np.uint64)
     first = 0
     while first < len(starts):

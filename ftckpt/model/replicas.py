@@ -1,4 +1,4 @@
-"""Replica sets, and which bytes of each set every one of its ranks copies."""
+"""Replica sets, and the bytes of each set that each of its ranks copies."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from ftckpt.model.replica_groups import DIFFERING, PRIVATE, WHOLE, Groups, disti
 from ftckpt.model.shares import Run
 
 CUT_BYTES = 64
-"""Shares are cut at multiples of this many bytes inside a fragment, so that no cache line has two copiers."""
+"""Shares are cut at multiples of this inside a fragment, so that no two ranks copy parts of one cache line."""
 
 Gather = Callable[[Callable[[], bytes]], list[bytes]]
-"""A collective: what the action returns on every rank, in rank order; where it fails on one, its error on all."""
+"""A collective: the results of an action on all ranks, in rank order; if it fails on one, its error on all."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaSets:
-    """The replica sets of the job, and where this rank's fragments belong.
+    """The replica sets of the job, and the set of each of this rank's fragments.
 
-    ``runs`` are the same on all ranks, in the same order, without fragments whose holders differ.
-    ``private[rank]``, int64, are bytes that this rank copies by itself: fragments of its own, differing ones, and
-    those that each holder copies. ``group_of[i]`` is the index into ``runs`` of this rank's fragment ``i``, or
-    ``PRIVATE``, ``DIFFERING`` or ``WHOLE``.
-    ``again`` tells later whether all holders still agree. ``odd[i]``, where this rank's fragment ``i`` differs: ranks
-    that hold other bits of it than more than half of its holders do.
+    ``runs``: equal on all ranks and in the same order, without fragments that differ between replicas.
+    ``private[rank]``, int64: the bytes that only this rank copies for itself: fragments without replicas, differing
+    ones, and those that all their ranks copy. ``group_of[i]``: the index in ``runs`` of this rank's fragment ``i``,
+    or ``PRIVATE``, ``DIFFERING`` or ``WHOLE``. ``again``: the later check that replicas are still equal. ``odd[i]``,
+    for a differing fragment ``i`` of this rank: the ranks whose bits differ from those of the majority.
     """
 
     runs: tuple[Run, ...]
@@ -40,15 +39,14 @@ class ReplicaSets:
 
 
 WHOLE_SHARE = 128
-"""What several ranks hold is dealt where it is more than one part in so many of what some of them holds alone."""
+"""A run is divided if its bytes exceed 1/128 of the private bytes of the member that has the fewest."""
 
 
 def without_small(sets: ReplicaSets) -> ReplicaSets:
-    """Small runs are left to each of their ranks, ``WHOLE``; the same on all ranks.
+    """Makes small runs ``WHOLE``: each of their ranks copies all of them. Equal on all ranks.
 
-    To deal them spares a rank next to nothing of its copies. A restart would want a few bytes of every other shard,
-    each in a chunk that must be read as a whole, on other nodes too: of Adam's counts of steps under FSDP, of norms
-    under tensor parallelism.
+    Dividing them saves almost no copies, but a restart would need a few bytes of every other shard, each with its
+    entire chunk, also from other nodes. Examples: Adam's step counters under FSDP, norms under tensor parallelism.
     """
     if not sets.runs:
         return sets
@@ -65,8 +63,8 @@ def without_small(sets: ReplicaSets) -> ReplicaSets:
 
 
 def each_its_own(sets: ReplicaSets) -> ReplicaSets:
-    """Every rank copies its own of what several describe, under a key of its own: nobody promises that they stay the
-    same. The same on all ranks."""
+    """Makes every rank copy its own fragments under its own keys, for frameworks without guaranteed equal replicas.
+    The result is equal on all ranks."""
     private = sets.private.copy()
     for run in sets.runs:
         private[run.members] += run.nbytes
@@ -76,7 +74,7 @@ def each_its_own(sets: ReplicaSets) -> ReplicaSets:
 
 
 def identity(fragment: Fragment) -> bytes:
-    """16 bytes that name key, type and geometry of a fragment."""
+    """A hash of key, type and geometry of a fragment, 16 bytes."""
     shape = ",".join(map(str, fragment.global_shape))
     return xxhash.xxh3_128_digest(f"{fragment.name}|{fragment.dtype}|{shape}".encode())
 
@@ -85,9 +83,9 @@ def identity(fragment: Fragment) -> bytes:
 class Holdings:
     """One rank's fragments, as it reports them to the others.
 
-    Of fragment ``i``: ``group_of[i]`` as in ``ReplicaSets``, ``nbytes[i]`` and ``hashes[i]`` (uint64) of its
-    identity and content, where it is in a group. ``order`` are the indices of those that are in groups, by group,
-    then in an order that all members have.
+    For fragment ``i``: ``group_of[i]`` as in ``ReplicaSets``, ``nbytes[i]``, and, in a group, ``hashes[i]`` (uint64)
+    of its identity and content. ``order``: the indices of fragments in groups, by group, then in an order that is
+    equal on all members.
     """
 
     group_of: Array
@@ -96,14 +94,14 @@ class Holdings:
     order: Array
 
     def of(self, group: int) -> Array:
-        """Indices of the fragments of one group, in the order that all members have."""
+        """Indices of the fragments of one group, in the order that is equal on all members."""
         members: Array = self.order[self.group_of[self.order] == group]
         return members
 
     def summary(self, digest: Callable[[Sequence[int]], int] | None = None) -> bytes:
-        """Bytes that this rank holds alone, then of each of its groups, ascending, a digest and the bytes.
+        """This rank's private bytes, then for each of its groups, ascending, a digest and the bytes.
 
-        The digest is of ``hashes``, or what ``digest`` gives for the indices of the group's fragments.
+        The digest is that of ``hashes``, or the result of ``digest`` for the indices of the group's fragments.
         """
         words = [np.array([self.nbytes[self.group_of < 0].sum()], np.uint64)]
         for group in distinct(self.group_of[self.order]).tolist():
@@ -114,16 +112,16 @@ class Holdings:
         return np.concatenate(words).tobytes()
 
     def details(self, groups: Sequence[int]) -> bytes:
-        """Of each group: content hashes, then bytes, of every fragment in it."""
+        """The hashes, then the sizes, of all fragments of each group."""
         members = (self.of(group) for group in groups)
         return b"".join(self.hashes[index].tobytes() + self.nbytes[index].tobytes() for index in members)
 
 
 @dataclass(frozen=True, eq=False)
 class Recheck:
-    """Whether the holders of each fragment still hold the same bytes: a word for each group of a rank, no more.
+    """A later check that replicas are still equal, with one digest per group of a rank.
 
-    ``differ``: some of them do not, as it was found; what came of that must be found out anew.
+    ``differ``: some replicas differed at the start; then the check always fails, so that the sets are found again.
     """
 
     groups: Groups
@@ -132,23 +130,23 @@ class Recheck:
 
     @property
     def needed(self) -> bool:
-        """Whether several ranks hold anything; the same on all ranks."""
+        """Whether any replicas exist; equal on all ranks."""
         return bool(self.groups.members)
 
     def digests(self, digest: Callable[[Sequence[int]], int]) -> bytes:
-        """What this rank has to say; ``digest`` gives 64 bits of the bytes of fragments, which are named by index."""
+        """This rank's message for ``agree``; ``digest`` hashes the bytes of fragments, given their indices."""
         return self.holdings.summary(digest)
 
     def agree(self, messages: list[bytes]) -> bool:
-        """What ``digests`` gave on all ranks says that each group holds the same bytes."""
+        """Whether, by the ``digests`` of all ranks, the members of each group have the same bytes."""
         return not self.differ and not _compare(self.groups, messages, len(messages))[2]
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaMap:
-    """Which ranks hold the same fragments, whatever their bytes are: it follows from what state is described as.
+    """The ranks that describe the same fragments, regardless of their bytes.
 
-    ``group_of``, ``nbytes`` and ``order`` are those of ``Holdings``; ``identities`` of this rank's fragments.
+    ``group_of``, ``nbytes`` and ``order`` as in ``Holdings``; ``identities``: those of this rank's fragments.
     """
 
     groups: Groups
@@ -159,19 +157,19 @@ class ReplicaMap:
     num_ranks: int
 
     def look(self, contents: Callable[[Sequence[int]], Sequence[int]]) -> Holdings:
-        """What this rank holds now; ``contents`` is called once, with indices of fragments that several ranks hold,
-        and answers a 64-bit hash of the bytes of each."""
+        """This rank's fragments with their present content. ``contents`` is called once, with the indices of
+        replicated fragments, and returns a 64-bit hash of the bytes of each."""
         hashes = np.zeros(len(self.nbytes), np.uint64)
         indices = self.order.tolist()
         for index, content in zip(indices, contents(indices), strict=True):
-            # With the identity: different fragments that were given one code cannot pass for equal.
+            # With the identity, so that different fragments with the same code differ.
             hashes[index] = xxhash.xxh3_64_intdigest(self.identities[index] + content.to_bytes(8, "little"))
-        # A copy: what differs is marked there.
+        # A copy: ``sets`` marks differing fragments in it.
         return Holdings(self.group_of.copy(), self.nbytes, hashes, self.order)
 
     def sets(self, gather: Gather, holdings: Holdings, summaries: list[bytes]) -> ReplicaSets:
-        """The replica sets, by what ``look`` gave here, and what ``summary`` of that gave on all ranks. Collective
-        only where replicas differ: then it takes one message, the hash of each fragment of the groups that do."""
+        """The replica sets, from this rank's ``holdings`` and the summaries of all ranks. Collective only if replicas
+        differ: then ranks exchange one message, with a hash per fragment of the differing groups."""
         private, totals, unequal = _compare(self.groups, summaries, self.num_ranks)
         again = Recheck(self.groups, holdings, bool(unequal))
         odd: dict[int, tuple[int, ...]] = {}
@@ -179,7 +177,7 @@ class ReplicaMap:
             details = gather(lambda: holdings.details(unequal))
             for group, hashes in _settle(self.groups, unequal, details, private, totals).items():
                 own, holders, is_odd = holdings.of(group), self.groups.members[group], _is_odd(hashes)
-                # Nothing where this rank is no member.
+                # ``own`` is empty if this rank is not a member.
                 for place in np.flatnonzero(_differ(hashes)[: len(own)]).tolist():
                     odd[int(own[place])] = tuple(holders[is_odd[:, place]].tolist())
                 holdings.group_of[list(odd)] = DIFFERING
@@ -189,34 +187,33 @@ class ReplicaMap:
 
 
 def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> ReplicaMap:
-    """Find out together which ranks hold the same fragments: one message per rank, of 8 bytes per fragment.
-    Collective."""
+    """Finds the ranks that describe the same fragments: one message per rank, 8 bytes per fragment. Collective."""
     identities: list[bytes] = []
     mine: Array = np.empty(0, np.uint64)
 
     def codes() -> bytes:
         nonlocal identities, mine
         identities = [identity(fragment) for fragment in fragments]
-        # Half of the bits, for half the message; in ``ReplicaMap.look`` hashes part fragments that got one code.
+        # Half of the bits halves the message; hashes in ``ReplicaMap.look`` separate fragments with the same code.
         mine = pack(np.frombuffer(b"".join(identities), np.uint64)[::2], rank, num_ranks)
         return mine.tobytes()
 
     entries = _joined(gather(codes))
     groups = find_groups(entries, num_ranks)
-    # The codes of all ranks: by far the largest array, and of no use from here on.
+    # Frees the codes of all ranks, by far the largest array.
     del entries
     group_of = groups.find(mine, num_ranks)
     order = np.flatnonzero(group_of >= 0)
-    # By group, then by code: the rank in a code is the same for all of one rank's, so members agree on this order.
+    # By group, then by code: all codes of a rank have the same low bits, so this order is equal on all members.
     order = order[np.lexsort((mine[order], group_of[order]))]
     nbytes = np.array([fragment.nbytes for fragment in fragments], np.int64)
     return ReplicaMap(groups, group_of, nbytes, order, identities, num_ranks)
 
 
 def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> list[tuple[int, Fragment]]:
-    """What no other rank copies for this one: fragments of its own, and its bits of those whose holders differ.
+    """The fragments that this rank must copy completely: private, differing and small ones.
 
-    The latter under a key that carries the shard's name.
+    Differing ones get a key with the shard's name.
     """
     parts: list[tuple[int, Fragment]] = []
     for index, group in enumerate(sets.group_of.tolist()):
@@ -228,7 +225,7 @@ def own_parts(fragments: Sequence[Fragment], sets: ReplicaSets, shard: str) -> l
 
 
 def run_indices(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[int, list[int]]:
-    """By run, the indices of its fragments in the order that all members have: that of their names."""
+    """The indices of each run's fragments, sorted by name, so that the order is equal on all members."""
     runs: dict[int, list[int]] = {}
     for index, group in enumerate(sets.group_of.tolist()):
         if group >= 0:
@@ -241,10 +238,10 @@ def run_indices(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[int, l
 def run_share(
     fragments: Sequence[Fragment], indices: Sequence[int], cuts: Array, place: int
 ) -> list[tuple[int, Fragment]]:
-    """What the member at ``place`` of a run copies of it: pairs of index and part, in the run's order.
+    """The share of the member at ``place`` of a run: pairs of index and part, in the run's order.
 
-    The run's fragments stand end to end and are cut where ``cuts`` says, so the work is as dealt to ``CUT_BYTES``
-    whatever the sizes of single tensors. Every member computes the same for every member.
+    The run's fragments are concatenated and divided at ``cuts``, so that shares are exact to ``CUT_BYTES`` whatever
+    the sizes of tensors. Every member computes the same for every member.
     """
     begin, end = int(cuts[place]), int(cuts[place + 1])
     parts: list[tuple[int, Fragment]] = []
@@ -259,10 +256,10 @@ def run_share(
 
 
 def disagreement(copies: Iterable[tuple[Fragment, str, int]]) -> tuple[Fragment, str, str] | None:
-    """The first two shards whose copies of one fragment differ, and that fragment; None where all copies agree.
+    """The first two shards whose copies of one fragment differ, and that fragment; None if all copies agree.
 
-    ``copies`` are fragments, under the key of the model, with the shard that holds each for itself and a hash of its
-    bytes. Only where they agree may one of them be read for all.
+    ``copies``: fragments, under the model's keys, with the shard that has its own copy and a hash of its bytes. Only
+    if all agree may one of them be read for all.
     """
     first: dict[Fragment, tuple[str, int]] = {}
     for fragment, shard, content in copies:
@@ -273,7 +270,7 @@ def disagreement(copies: Iterable[tuple[Fragment, str, int]]) -> tuple[Fragment,
 
 
 def private_key(key: str, shard: str) -> str:
-    """The key of a tensor that only the rank at ``shard`` can give back."""
+    """The key of a tensor that only ``shard`` has."""
     return f"{key}@{shard}"
 
 
@@ -281,23 +278,23 @@ def _cut_inside(fragment: Fragment, cut_bytes: int) -> int:
     """The element at which a cut ``cut_bytes`` after the fragment's first byte falls."""
     if cut_bytes >= fragment.nbytes:
         return fragment.numel
-    # Rounded down for begin and end alike: the neighbour's share begins where this one ends.
+    # Begin and end are both rounded down: the next share starts where this one ends.
     return max(0, cut_bytes) // CUT_BYTES * CUT_BYTES // fragment.item_bytes
 
 
 def _joined(messages: list[bytes]) -> Array:
-    """All messages of uint64 as one array that may be written to."""
+    """All messages of uint64 as one writable array."""
     return np.frombuffer(bytearray().join(messages), np.uint64)
 
 
 def _compare(groups: Groups, summaries: list[bytes], num_ranks: int) -> tuple[Array, Array, list[int]]:
-    """From all summaries: private bytes by rank, bytes by group, and groups whose members do not agree."""
+    """Private bytes by rank, bytes by group, and the groups whose members differ, from all summaries."""
     members = np.concatenate([np.empty(0, np.int32), *groups.members])
     values = _joined(summaries)
-    # Where each rank's summary begins: one word of its own, then two for each of its groups.
+    # The start of each rank's summary: one word for private bytes, then two for each of its groups.
     heads = np.arange(num_ranks) + 2 * np.append(0, np.cumsum(np.bincount(members, minlength=num_ranks))[:-1])
     pairs = np.empty((len(members), 2), np.uint64)
-    # A summary has its rank's groups in ascending order: a stable sort of all members by rank is that order.
+    # Summaries have groups in ascending order, as does a stable sort of all members by rank.
     pairs[np.argsort(members, kind="stable")] = np.delete(values, heads).reshape(-1, 2)
     private = values[heads].astype(np.int64)
     if not groups.members:
@@ -312,15 +309,15 @@ def _compare(groups: Groups, summaries: list[bytes], num_ranks: int) -> tuple[Ar
 def _settle(
     groups: Groups, unequal: Sequence[int], details: Sequence[bytes], private: Array, totals: Array
 ) -> dict[int, Array]:
-    """Of the ``unequal`` groups the hashes of their fragments, a row for each member; the bytes of those that differ
-    are moved from ``totals`` to ``private``."""
+    """The hashes of all fragments of the ``unequal`` groups, with a row per member. Moves the bytes of differing
+    fragments from ``totals`` to ``private``."""
     settled: dict[int, Array] = {}
     position = [0] * len(details)
     for group in unequal:
         members, length = groups.members[group], int(groups.lengths[group])
         rows = []
         for rank in members.tolist():
-            # Hashes, then bytes, 8 each, of the group's fragments. As int64: hashes are only compared.
+            # The hashes of the group's fragments, then their sizes. As int64: hashes are only compared.
             rows.append(np.frombuffer(details[rank], np.int64, 2 * length, position[rank]))
             position[rank] += 16 * length
         hashes, nbytes = np.split(np.stack(rows), 2, axis=1)
@@ -332,14 +329,14 @@ def _settle(
 
 
 def _differ(hashes: Array) -> Array:
-    """Which fragments are not the same on all members, who have a row each."""
+    """Whether each fragment differs between members, which have a row each."""
     differ: Array = (hashes != hashes[0]).any(axis=0)
     return differ
 
 
 def _is_odd(hashes: Array) -> Array:
-    """By member and fragment, whether it holds other bits than more than half of them do."""
-    # What more than half hold lies in the middle of all in order. Of two, nobody can say which is right.
+    """Whether the bits of each member and fragment differ from those of the majority; False without a majority."""
+    # A value that more than half have is the median.
     middle = np.sort(hashes, axis=0)[len(hashes) // 2]
     others = hashes != middle
     odd: Array = others & (2 * others.sum(axis=0) < len(hashes))

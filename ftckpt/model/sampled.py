@@ -1,4 +1,4 @@
-"""What samples of all ranks mean together: whether the members of each replica set hold the same bytes. Pure."""
+"""Samples of all ranks compared: whether the members of each replica set have the same bytes. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNSAMPLED = -1
 
 
 class SampleOutcome(IntEnum):
-    """The outcome of one sample: some member differs; a rank has not sampled; all that was sampled is the same."""
+    """The outcome of a sample: some members differ; a rank has not sampled; all members match."""
 
     DIFFER, UNKNOWN, MATCHED = -1, 0, 1
 
@@ -25,20 +25,20 @@ _GOLDEN = 40503
 def position_of(number: int, positions: int) -> int:
     """The one of ``positions`` at which the state of snapshot ``number`` is compared.
 
-    Some turns through them, by the golden ratio, begin one further on than the turn before: whichever snapshots are
-    skipped in a rhythm, no position is skipped for ever.
+    Successive passes over the positions are shifted, at intervals given by the golden ratio, so that snapshots that
+    are skipped periodically never exclude a position.
     """
     return (number - number // positions * _GOLDEN // (1 << 16)) % positions
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Compares the words of all ranks: a row for each, of ``width`` words.
+    """Compares the rows of all ranks, of ``width`` words each.
 
-    The first word is the number of elements that are not the cast of their masters, -1 where the rank has not
-    sampled. A digest of each replica set of the rank follows, ascending by set.
+    The first word of a row is the number of elements that are not the cast of their masters, or -1 if the rank has
+    not sampled. A digest of each replica set of the rank follows, ascending by set.
 
-    ``places`` are the digests' indices into the rows of all ranks, by set; each set begins at one of ``begins``.
+    ``places``: indices of the digests in the flattened rows, grouped by set; ``begins``: the start of each set in it.
     """
 
     width: int
@@ -47,11 +47,11 @@ class Comparison:
 
     @classmethod
     def of(cls, members: Sequence[npt.NDArray[np.int32]], num_ranks: int) -> Comparison:
-        """The comparison of sets with these members."""
+        """The comparison for replica sets with these members."""
         ranks = np.concatenate([np.empty(0, np.int64), *members]).astype(np.int64)
         counts = np.bincount(ranks, minlength=num_ranks)
         width = 1 + int(counts.max(initial=0))
-        # A stable sort by rank has the sets of each rank side by side, ascending.
+        # A stable sort by rank puts the sets of each rank next to each other, ascending.
         order = np.argsort(ranks, kind="stable")
         firsts = np.cumsum(counts) - counts
         places = np.empty(len(ranks), np.int64)
@@ -59,13 +59,13 @@ class Comparison:
         return cls(width, places, np.cumsum([0, *map(len, members)])[:-1].astype(np.int64))
 
     def unsampled(self) -> npt.NDArray[np.int64]:
-        """The words of a rank that has not sampled."""
+        """The row of a rank that has not sampled."""
         words = np.zeros(self.width, np.int64)
         words[0] = _UNSAMPLED
         return words
 
     def outcome(self, rows: npt.NDArray[np.int64]) -> SampleOutcome:
-        """What the rows of all ranks say."""
+        """The outcome of the rows of all ranks."""
         if rows[:, 0].any():
             return SampleOutcome.UNKNOWN if (rows[:, 0] == _UNSAMPLED).any() else SampleOutcome.DIFFER
         if len(self.begins):

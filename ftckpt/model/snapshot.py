@@ -1,4 +1,4 @@
-"""A snapshot's name: the lineage it belongs to, and the iteration at whose boundary it was taken."""
+"""A snapshot's identifier: its lineage, and the iteration at whose step boundary it was taken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 LINEAGE_BYTES = 16
 _LAYOUT = struct.Struct("<16sq")  # lineage, iteration
-# One spelling for each snapshot: names of files are compared as text.
+# One text per snapshot, without leading zeros: file names are compared as text.
 _TEXT = re.compile(r"([0-9a-f]{32})\.(0|[1-9][0-9]{0,18})")
 _MAX_ITERATION = (1 << 63) - 1
 
@@ -18,19 +18,19 @@ _MAX_ITERATION = (1 << 63) - 1
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class SnapshotId:
-    """The snapshot of ``iteration`` in ``lineage``, the 16 random bytes that all ranks agreed on at their start.
+    """The snapshot of ``iteration`` in ``lineage``, 16 random bytes that all ranks agree on at their start.
 
-    Snapshots sort by iteration. Two of one iteration are of different lineages: either of them may be the older one.
+    Snapshots sort by iteration. The order of two lineages at the same iteration has no meaning.
 
     Raises:
-        ValueError: the lineage has not 16 bytes, or the iteration is not 0 to 2**63 - 1.
+        ValueError: the lineage does not have 16 bytes, or the iteration is not 0 to 2**63 - 1.
     """
 
     lineage: bytes
     iteration: int
 
     NBYTES = _LAYOUT.size
-    """Length of the byte form."""
+    """Size of the byte form."""
 
     def __post_init__(self) -> None:
         if len(self.lineage) != LINEAGE_BYTES:
@@ -42,7 +42,7 @@ class SnapshotId:
         return (self.iteration, self.lineage) < (other.iteration, other.lineage)
 
     def __str__(self) -> str:
-        """The text form, fit for a file name: ``{lineage in hex}.{iteration}``."""
+        """The text form, valid as a file name: ``{lineage in hex}.{iteration}``."""
         return f"{self.lineage.hex()}.{self.iteration}"
 
     @classmethod
@@ -66,5 +66,5 @@ class SnapshotId:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What events and reports show: ``iteration``, and ``lineage`` in hex."""
+        """The fields of events and reports: ``iteration``, and ``lineage`` in hex."""
         return {"iteration": self.iteration, "lineage": self.lineage.hex()}

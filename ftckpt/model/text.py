@@ -1,4 +1,4 @@
-"""How errors and events write lists of names, and sizes."""
+"""Formatting of names, sizes, times and tables for messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def with_article(name: str) -> str:
 
 
 def human(nbytes: int) -> str:
-    """``nbytes`` in the largest unit of which there is one."""
+    """``nbytes`` in the largest unit that is not larger, such as ``1.5 GiB``."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -27,7 +27,7 @@ def human(nbytes: int) -> str:
 
 
 def human_secs(secs: float) -> str:
-    """A time in hours, in minutes where it is less than one, or in seconds."""
+    """A time in hours, minutes or seconds, in the largest unit that is not larger."""
     for unit, length in (("h", 3600), ("min", 60)):
         if secs >= length:
             return f"{secs / length:.3g} {unit}"
@@ -35,7 +35,7 @@ def human_secs(secs: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], num_names: int) -> str:
-    """A table: the first ``num_names`` columns to the left, the others to the right."""
+    """A table as text; the first ``num_names`` columns are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The layout of a job, the place of every rank in it, and the shards that it is cut into."""
+"""The layout of a job, the place of every rank in it, and the names of its shards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RankPlace:
 
     @property
     def shard(self) -> str:
-        """The coordinates as a name."""
+        """The name of the rank's shard."""
         return shard_name(self.coords)
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The job as every rank sees it: ``members[rank]``, this process's ``rank``, and the layout's sizes.
+    """The job: ``members[rank]``, this process's ``rank``, and the layout's sizes.
 
     Raises:
         ConfigError: two ranks claim the same coordinates.
@@ -59,7 +59,7 @@ class Topology:
         return [rank for rank, member in enumerate(self.members) if member.node == node]
 
     def named(self, ranks: Iterable[int]) -> list[str]:
-        """Ranks for people: ``rank 5 on n1``."""
+        """Ranks for messages: ``rank 5 on n1``."""
         return [f"rank {rank} on {self.members[rank].node}" for rank in ranks]
 
     @property
@@ -69,15 +69,15 @@ class Topology:
 
 
 def layouts_differ(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Texts such as ``tp 2 → 4`` for every size in which two layouts differ (theirs → mine)."""
+    """A text such as ``tp 2 → 4`` for every size in which two layouts differ (theirs → mine)."""
     axes: Sequence[str] = sorted(set(mine) | set(theirs))
     return [f"{axis} {theirs.get(axis)} → {mine.get(axis)}" for axis in axes if mine.get(axis) != theirs.get(axis)]
 
 
 MAX_SHARDS = 1 << 20
-"""More than any job has: sizes that ask for more are damage."""
+"""More than any job has: a layout with more is corrupt."""
 
-# The axis is as short as can be, so that digits in it do not take those of the index: ``e10`` is axis e, place 10.
+# The axis matches as little as possible, so that all digits belong to the index: ``e10`` is axis e, place 10.
 _PLACE = re.compile(r"(.+?)([0-9]+)")
 
 
@@ -100,14 +100,14 @@ def axes_of(shard: str) -> tuple[str, ...]:
 
 
 def shard_names(layout: Mapping[str, Any], axes: Sequence[str]) -> tuple[str, ...]:
-    """All shards of a layout; the last of ``axes`` runs fastest. ``layout`` gives the size of each axis.
+    """All shards of a layout; the last of ``axes`` varies fastest. ``layout`` has the size of each axis.
 
     Raises:
-        MismatchError: an axis that has no size there; more shards than any job has.
+        MismatchError: an axis without a size, or more than ``MAX_SHARDS`` shards.
     """
     sizes = tuple((axis, layout.get(axis)) for axis in axes)
     for axis, size in sizes:
-        # A layout has strings and truth values beside sizes; to Python True is 1.
+        # A layout also has strings and booleans; True is an int.
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise MismatchError(f"layout {dict(layout)}: {axis} has no size, so the shards of it cannot be known")
     if math.prod(size for _, size in sizes if size) > MAX_SHARDS:
@@ -116,7 +116,7 @@ def shard_names(layout: Mapping[str, Any], axes: Sequence[str]) -> tuple[str, ..
 
 
 def first_of_each_stage(shards: Sequence[str]) -> tuple[str, ...]:
-    """Those of ``shards`` that are first along every axis but ``pp``, in the order of the pipeline's stages.
+    """The ``shards`` that are first along every axis except ``pp``, in the order of pipeline stages.
 
     Raises:
         MismatchError: not the name of a shard.
@@ -139,5 +139,5 @@ def _names(sizes: tuple[tuple[str, Any], ...]) -> tuple[str, ...]:
 def _places(shard: str) -> list[tuple[str, int]]:
     matches = [_PLACE.fullmatch(part) for part in shard.split("-")]
     if not all(matches):
-        raise MismatchError(f"{shard!r} is no name of a shard; they are such as tp0-pp1-dp0")
+        raise MismatchError(f"{shard!r} is not the name of a shard, such as tp0-pp1-dp0")
     return [(match[1], int(match[2])) for match in matches if match]

@@ -1,4 +1,4 @@
-"""Live training state as an integration describes it: fragments with the memory that holds them."""
+"""Live training state, as described by an integration: fragments and their tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """One fragment and the live memory of its elements.
+    """One fragment and its live memory.
 
-    ``tensor`` is 1-D, contiguous, on any device, and stays at its address for the whole job; it belongs to
-    the trainer. ``derived_from``, where given, is a tensor of as many elements from which ``tensor`` is
-    believed to be the round-to-nearest cast; it is believed only as long as the bytes agree. ``counted``, where
-    given, is the tensor of which ``tensor`` is a view: torch counts the writes to both as one.
+    ``tensor`` is 1-D, contiguous, on any device, owned by the trainer, and stays at its address during the job.
+    ``derived_from``: a tensor of equal size of which ``tensor`` is assumed to be the round-to-nearest cast, as long
+    as the bytes agree. ``counted``: the tensor of which ``tensor`` is a view; both share torch's version counter.
     """
 
     fragment: Fragment
@@ -28,21 +27,21 @@ class Piece(NamedTuple):
 
 
 def cast_master(master: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Fill ``into`` with the elements of ``master`` in its type, rounded to nearest even as optimizers write weights.
+    """Fills ``into`` with ``master`` cast to its type, rounded to nearest even, as optimizers write weights.
 
-    The one rule by which weights are left out of a snapshot and made again: to be used on both sides.
+    Snapshots omit weights that equal this cast, and restarts recompute them with it.
     """
     return into.copy_(master)
 
 
 @dataclass(frozen=True)
 class Description:
-    """All tensors of one rank: ``stepped`` ones change only inside the optimizer step, ``volatile`` ones
-    anywhere.
+    """All tensors of one rank: ``stepped`` ones (optimizer-updated state) change only inside the optimizer step,
+    ``volatile`` ones (mutable state) at any time.
 
-    ``padded`` are keys whose first dimension is rounded up by a rule that depends on the layout: vocabularies.
-    ``objects_bytes`` is the room that encoded objects need beside ``objects_size``. ``replicated``: the framework
-    keeps the same bytes on all ranks that describe the same fragment; otherwise each rank copies its own.
+    ``padded``: keys whose first dimension is rounded up by a rule that depends on the layout, such as vocabularies.
+    ``objects_bytes``: space for encoded objects in addition to ``objects_size``. ``replicated``: the framework
+    guarantees equal bytes on all ranks that describe the same fragment; otherwise each rank copies its own.
     """
 
     stepped: tuple[Piece, ...]
@@ -53,32 +52,31 @@ class Description:
 
 
 class TrainingState(Protocol):
-    """What a framework integration gives. All calls come from the training thread.
+    """The interface of a framework integration. All calls come from the training thread.
 
     Order: ``describe`` once and ``save_objects``; after a restart ``load_objects`` or ``load_reshaped``, then, with
-    every described tensor in place, ``finish_load``; ``save_objects`` at each boundary. What ``describe`` says of
-    one layout fits what it says of another.
+    all described tensors restored, ``finish_load``; ``save_objects`` at each boundary. Fragments that ``describe``
+    returns in different layouts refer to the same logical tensors.
     """
 
     def describe(self) -> Description:
         """Every tensor that must be saved, with optimizer state already allocated.
 
-        Raises UnsupportedError naming what is neither stepped nor volatile.
+        Raises UnsupportedError for state that is neither stepped nor volatile.
         """
 
     def save_objects(self) -> Mapping[str, Any]:
         """RNG, counters, schedulers and users' objects, as ``objects.encode`` takes them."""
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """Give training what ``save_objects`` gave on a rank of the same place."""
+        """Restores the result of ``save_objects`` of a rank with the same coordinates."""
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        """Take what ``save_objects`` gave on ranks of another layout at the boundary of ``iteration``.
+        """Restores results of ``save_objects`` from another layout at the boundary of ``iteration``.
 
-        ``objects`` are those of the ranks of the old layout that are the first of each pipeline stage, in the order
-        of the stages. RNG, which belongs to ranks that are no more, is derived from the job's own seeds and
-        ``iteration``.
+        ``objects``: those of the first rank of each pipeline stage of the old layout, in the order of the stages. RNG
+        states belong to ranks of the old layout: new ones are derived from the job's seeds and ``iteration``.
         """
 
     def finish_load(self) -> None:
-        """Spread what each rank loaded to where replicas and views expect it, then set RNG."""
+        """Propagates loaded state to replicas and views, then sets RNG."""

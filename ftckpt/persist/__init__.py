@@ -1,4 +1,4 @@
-"""From a node's memory to storage: what lies there outlives the job, its nodes and the allocation.
+"""Checkpoints on storage: backends, shard files, commit, retention, and exports to other formats.
 
-In: bytes of snapshots. Out: objects on storage, each of them whole or not there.
+An object on storage is either complete or absent.
 """

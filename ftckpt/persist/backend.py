@@ -1,4 +1,4 @@
-"""Chooses between a directory and an object store."""
+"""Opens storage: a directory or an object store."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from ftckpt.persist.storage import Storage
 
 
 def open_storage(where: str, setting: str = "") -> Storage:
-    """The storage at a path, or at a URL such as ``s3://bucket/folder``.
-
-    Args:
-        setting: names it in errors, by its flag.
+    """Opens the storage at a path, or at a URL such as ``s3://bucket/folder``. Errors begin with ``setting``.
 
     Raises:
-        StorageError: an unknown kind of URL, a directory that is not there or cannot be written, a bucket that is
-            not there or refuses the credentials.
+        StorageError: an unknown kind of URL, a missing or read-only directory or bucket, or wrong credentials.
     """
     try:
         if "://" not in where:

@@ -1,14 +1,14 @@
 """Checkpoints on storage: files written by several nodes and committed by one object, the manifest.
 
-The checkpoint of iteration 12 is the folder ``iter_0000012/``, if ``manifest.json`` is in it: that object is
-the commit, and names all the others. Before it come the files, then a mark of each node that its files are durable.
-Files and marks carry the lineage of their snapshot, so that of two that write one iteration neither writes over what
-the other has; two that write one snapshot, such as after a restart from it, write the same bytes. Whichever manifest
-is there is complete. ``latest``, moved last, is for people and for programs that look no further: only manifests
-count.
+The checkpoint of iteration 12 is the folder ``iter_0000012/`` with a ``manifest.json``: that object is the commit,
+and names all others. The order of writes: the files of each node, the node's mark that they are durable, the
+manifest, ``latest``. A checkpoint with a manifest is therefore complete. ``latest`` is for people and simple
+programs; ftckpt reads manifests.
 
-Nothing rests on ``Storage.create`` being atomic: where two commit at once, the last manifest counts, and the files of
-the other are swept.
+Names of files and marks begin with the snapshot's lineage, so that two lineages that write the same iteration do not
+overwrite each other. Two writers of one snapshot, such as after a restart from it, write the same bytes.
+``Storage.create`` need not be atomic: of two concurrent commits the last manifest counts, and ``sweep`` removes the
+files of the other.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.storage import Storage
 
 FLUSH_SECS = 7200.0
-"""For a snapshot to become a checkpoint before a newer one is tried. Terabytes take an hour of slow storage; storage
-that takes two does not answer."""
+"""Deadline of a flush, after which a newer snapshot is tried. Terabytes to slow storage take an hour; at two hours
+storage counts as unavailable."""
 
 OWNER_NAME = "owner.json"
 MANIFEST_NAME = "manifest.json"
@@ -42,22 +42,22 @@ _MANIFEST = re.compile(r"manifest(-g[1-9]\d{0,9})?\.json")
 _DONE = "done"
 _FILE = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-(?:[a-z]+\d+(?:-[a-z]+\d+)*\.(?:safetensors|zst)|{_DONE}\.[A-Za-z0-9._-]+)"
 _OURS = re.compile(_FILE)
-"""Names of what is written beside a manifest, of a shard or of a node's mark: nothing else is ever removed there."""
+"""Names of shard files and marks in a checkpoint's folder: ``sweep`` removes nothing else from it."""
 _BEGUN = re.compile(rf"\.(?:{_FILE}|{re.escape(MANIFEST_NAME)}|{LATEST_NAME})-.+")
-"""As ``_OURS``, of what a writer that was killed has left of one."""
+"""Names of unfinished files of killed writers."""
 _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
-"""Of Megatron and of DeepSpeed."""
+"""Files of Megatron's and DeepSpeed's checkpoints."""
 _BESIDE_EXPORTS = (f"ftckpt/{OWNER_NAME}", f"ftckpt/{LATEST_NAME}")
-"""Of snapshots beside what others load."""
+"""Files that show that the place has exports, and snapshots in its folder ``ftckpt``."""
 _HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"
-"""Folders of what ``retention`` says of checkpoints."""
+"""Folders of the marks of ``retention``."""
 READS = b"reads\n"
-"""What a restart that reads has left below ``READERS``: nothing else there is one, and is removed as one."""
+"""The content of a reader's mark below ``READERS``; an object with other content is not ftckpt's, and stays."""
 
 
 def folder_of(iteration: int) -> str:
-    """``iter_0000012``, as Megatron names its own."""
+    """``iter_0000012``, as Megatron names its folders."""
     return f"iter_{iteration:07d}"
 
 
@@ -70,8 +70,8 @@ def iteration_of(folder: str) -> int | None:
 class CheckpointName(NamedTuple):
     """The name of a checkpoint, ``iter_0000012``.
 
-    One of an abandoned branch, whose place a newer one has taken, is ``iter_0000012-g1`` after the ``generation`` of
-    its lineage: its manifest gets another name, and no file of it is moved.
+    A checkpoint of an abandoned branch that gives way to a newer one is renamed ``iter_0000012-g1``, after its
+    lineage's ``generation``: its manifest gets another name, and its files stay.
     """
 
     iteration: int
@@ -82,7 +82,7 @@ class CheckpointName(NamedTuple):
 
     @property
     def manifest(self) -> str:
-        """The object that makes the checkpoint one."""
+        """The object that commits the checkpoint."""
         return f"{folder_of(self.iteration)}/manifest{self._suffix}.json"
 
     @property
@@ -97,14 +97,14 @@ class CheckpointName(NamedTuple):
 
     @classmethod
     def of_manifest(cls, path: str) -> CheckpointName | None:
-        """The checkpoint that the object ``path`` makes one; None where it is no manifest."""
+        """The checkpoint of the manifest at ``path``; None for any other object."""
         folder, _, file = path.partition("/")
         found = _MANIFEST.fullmatch(file)
         return cls.parse(f"{folder}{found[1] or ''}") if found is not None else None
 
 
 class CheckpointFile(NamedTuple):
-    """A file that is durable: its name in the checkpoint, bytes, and xxh3-64 of them as 16 hex digits."""
+    """A durable file: its name in the checkpoint, size, and xxh3-64 as 16 hex digits."""
 
     name: str
     nbytes: int
@@ -113,10 +113,10 @@ class CheckpointFile(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeCommitMarker:
-    """What one node says of its part: the files, all durable, and whatever the manifest needs of it, as JSON.
+    """A node's mark that its files are durable, with its ``parts`` of the manifest, JSON values.
 
-    ``lineage``: of the snapshot, as the node knew it before it read the first byte: where the job has branched since,
-    the snapshot that is committed is of the history before.
+    ``lineage``: the snapshot's lineage, as the node knew it before it read the first byte. If the job branches during
+    the flush, the checkpoint belongs to the history before.
     """
 
     node: str
@@ -134,7 +134,10 @@ class NodeCommitMarker:
 
 
 class CheckpointTransaction:
-    """One node's part in writing ``snapshot``, and, on the node that is chosen to, the commit of all parts."""
+    """One node's part of writing ``snapshot``, and on one chosen node the commit.
+
+    Order: ``write`` each file, then ``done``; on the committing node ``commit`` with the ``marks`` of all nodes.
+    """
 
     def __init__(self, storage: Storage, snapshot: SnapshotId, node: str) -> None:
         self.folder = folder_of(snapshot.iteration)
@@ -142,7 +145,7 @@ class CheckpointTransaction:
         self._files: list[CheckpointFile] = []
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> CheckpointFile:
-        """Write a file of the checkpoint, with its checksum in the same pass; durable when it returns."""
+        """Writes a file of the checkpoint and computes its checksum in the same pass; durable on return."""
         checksum = xxhash.xxh3_64()
 
         def hashed() -> Iterable[Buffer]:
@@ -157,58 +160,58 @@ class CheckpointTransaction:
         return file
 
     def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
-        """All that this node has to write is durable; ``parts`` are JSON values for the manifest."""
+        """Writes this node's mark: all its files are durable. ``parts`` are JSON values for the manifest."""
         mark = NodeCommitMarker(self._node, tuple(self._files), parts, lineage)
         self._storage.put(f"{self._marks}{self._node}", codec.encode(mark))
 
     def own_mark(self) -> NodeCommitMarker | None:
-        """What this node has said before: the commit, elsewhere, may count on its files from then on."""
+        """This node's mark, if it exists: then the commit on another node may already rely on its files."""
         return self._mark(f"{self._marks}{self._node}")
 
     def lacks(self, *marks: NodeCommitMarker) -> CheckpointFile | None:
-        """A file that ``marks`` name and that is not there with its bytes, if there is one."""
+        """A file named by ``marks`` that is missing or of another size, if any."""
         there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
         files = (file for mark in marks for file in mark.files)
         return next((file for file in files if there.get(f"{self.folder}/{file.name}") != file.nbytes), None)
 
     def withdraw(self) -> None:
-        """Remove what this node has written, where it never said that it is done; nothing may be called after it."""
+        """Removes the files of this node, if it has not called ``done``. The last call."""
         self._storage.remove([f"{self.folder}/{file.name}" for file in self._files])
 
     def marks(self) -> dict[str, NodeCommitMarker]:
-        """The nodes that are done."""
+        """The marks of the nodes that are done, by node."""
         names = _beginning(self._storage, self.folder, self._marks)
         return {mark.node: mark for mark in map(self._mark, names) if mark is not None}
 
     def commit(self, manifest: bytes, marks: Mapping[str, NodeCommitMarker], replaces: bool = False) -> bool:
-        """Make a checkpoint of what the ``marks`` of all nodes name; False: there is one of another lineage, and
-        what was written for this one is gone. ``replaces``: this one takes its place.
+        """Commits the files named by the ``marks`` of all nodes. False: another lineage has a checkpoint of this
+        iteration, and the files of this snapshot are removed; with ``replaces`` this one replaces it.
 
         Raises:
-            StorageError: a file is missing or of another size, or storage fails: then it may be tried again.
+            StorageError: a file is missing or of another size, or storage fails. May be retried.
         """
         self._require(marks)
         path = f"{self.folder}/{MANIFEST_NAME}"
-        # A commit whose answer was lost on the way is found there at the second try, and is this one's.
+        # A retry finds the manifest of a commit whose answer was lost: equal bytes are this commit's.
         if not self._storage.create(path, manifest) and self._storage.read(path) != manifest:
             if not replaces:
                 self.abandon()
                 return False
-            self._storage.put(path, manifest)  # at each instant one of the two is there, whole
+            self._storage.put(path, manifest)  # atomic: readers find the old manifest or the new one
         named = latest(self._storage)
         if named is None or named < self._snapshot.iteration:
             name_latest(self._storage, self._snapshot.iteration)
-        with contextlib.suppress(StorageError):  # they are swept
+        with contextlib.suppress(StorageError):  # ``sweep`` removes them later
             self._storage.remove(_beginning(self._storage, self.folder, self._marks))
         return True
 
     def abandon(self) -> None:
-        """Remove what all nodes have written. None of them may write any more."""
+        """Removes the files of all nodes, which must have stopped writing."""
         names = _beginning(self._storage, self.folder, files_prefix(self._snapshot))
         self._storage.remove([name for name in names if _is_ours(name)])
 
     def _mark(self, name: str) -> NodeCommitMarker | None:
-        """None where there is none, or a commit takes it away at this moment."""
+        """The mark ``name``; None if it does not exist, also if a commit removes it meanwhile."""
         if self._storage.size(name) is None:
             return None
         try:
@@ -225,47 +228,46 @@ class CheckpointTransaction:
 
     def _require(self, marks: Mapping[str, NodeCommitMarker]) -> None:
         if file := self.lacks(*marks.values()):
-            # Not for good: a node that finds a mark without its files, of one that was killed, writes them anew.
+            # Not lasting: a node that finds its mark, but not the files, writes them again.
             raise StorageError(
-                f"{self._storage.where}/{self.folder}/{file.name}: is not there with its {file.nbytes} bytes: "
-                "somebody else has removed or changed it"
+                f"{self._storage.where}/{self.folder}/{file.name}: missing, or does not have {file.nbytes} bytes: "
+                "another program has removed or changed it"
             )
 
 
 def require_own(storage: Storage) -> None:
-    """Raises StorageError where another program keeps its checkpoints there, or storage fails: both would take files
-    of the other for their own."""
+    """Raises StorageError if another program has checkpoints there: each would take the other's files for its own."""
     other = next((name for name in _OTHERS if storage.size(name) is not None), "")
     if not other and storage.size(LATEST_NAME) is not None and latest(storage) is None:
-        other = LATEST_NAME  # DeepSpeed's names a tag
+        other = LATEST_NAME  # DeepSpeed's, which names a tag
     if other:
         text = f"{storage.where}: {other} is of another program; name a place of its own, such as a folder in it"
         raise StorageError(text, lasting=True)
     if any(storage.size(name) is not None for name in _BESIDE_EXPORTS):
-        text = f"{storage.where}: what others load lies there, and snapshots in a folder in it"
+        text = f"{storage.where}: has exports, and snapshots in its folder 'ftckpt'"
         raise StorageError(f"{text}: name its --ftckpt-persist-format, or another place", lasting=True)
 
 
 def claim(storage: Storage, owner: str, job: str, began: float = 0.0, lineage: Lineage = UNKNOWN) -> None:
-    """From now on ``owner``, a run of ``job`` that began at that time of day, writes there: an earlier one that still
-    lives neither commits nor removes anything any more. Nobody reads there but that earlier one.
+    """Claims the storage for ``owner``, a run of ``job``: an earlier run that still lives stops committing and
+    removing. The marks of readers, which can only be of killed restarts, and of holdings are removed.
 
-    ``lineage``: the head of the job.
+    ``began``: the start of the run, in seconds since the epoch. ``lineage``: the head of the job.
     """
     claimed = {"owner": owner, "job": job, "began": began, "lineage": codec.to_json(lineage)}
     storage.put(OWNER_NAME, json.dumps(claimed).encode())
-    storage.remove([f"{READERS}/{reader}" for reader in readers(storage)])  # of restarts that were killed
+    storage.remove([f"{READERS}/{reader}" for reader in readers(storage)])
     forget_holdings(storage)
 
 
 def readers(storage: Storage) -> list[str]:
-    """Restarts that read here, or were killed while they did."""
+    """The marks of restarts that read checkpoints, or were killed while reading."""
     entries = [entry for entry in storage.list(READERS) if entry.nbytes == len(READS)]
     return sorted(one.name.removeprefix(f"{READERS}/") for one in entries if _content(storage, one.name) == READS)
 
 
 def _content(storage: Storage, name: str) -> bytes | None:
-    """None where it was removed since it was listed."""
+    """The content of an object; None if it was removed after the listing."""
     try:
         return storage.read(name)
     except StorageError:
@@ -275,13 +277,13 @@ def _content(storage: Storage, name: str) -> bytes | None:
 
 
 def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
-    """Whether ``owner`` has claimed the place; False: nobody has.
+    """Whether ``owner`` has claimed the storage; False: no run has.
 
-    ``began``: the time of day when that run did; 0: not known. Where storage was away then it claims the place late,
-    and what an earlier run has left there is no reason to give up.
+    ``began``: the start of the run, in seconds since the epoch; 0: unknown. The run claims storage late if it was
+    unavailable at the start: until then, the claim of an earlier run is not a lasting error.
 
     Raises:
-        StorageError: another run has, which passes where that began before this one; or storage fails.
+        StorageError: another run has claimed it (lasting, unless that run started earlier); or storage fails.
     """
     if storage.size(OWNER_NAME) is None:
         return False
@@ -292,22 +294,22 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     except (AttributeError, KeyError, TypeError, ValueError):
         raise StorageError(f"{storage.where}/{OWNER_NAME}: is damaged; remove it", lasting=True) from None
     if other != owner and other_began < began:
-        raise StorageError(f"{storage.where}: this run has not claimed it yet, an earlier one of job {job!r} has")
+        raise StorageError(f"{storage.where}: claimed by an earlier run of job {job!r}, and not yet by this one")
     if other != owner:
-        text = f"{storage.where}: another run of job {job!r} writes here since; give each its own --ftckpt-persist"
+        text = f"{storage.where}: another run of job {job!r} has claimed it; give each its own --ftckpt-persist"
         raise StorageError(text, lasting=True)
     return True
 
 
 def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId], beat: str) -> None:
-    """Tell the other nodes of the run ``owner`` which snapshots this one holds, all of its part. ``beat`` is another
-    each time: it shows that the node lives."""
+    """Publishes the snapshots of which this node has its complete part, for other nodes of the run ``owner``.
+    ``beat`` changes with each call and shows that the node lives."""
     told = {"owner": owner, "beat": beat, "held": sorted(map(str, held))}
     storage.put(f"{_HOLDINGS}/{node}.json", json.dumps(told).encode())
 
 
 def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, tuple[str, set[SnapshotId]]]:
-    """The last beat of those of ``nodes`` that have told in this run what they hold, and what that is."""
+    """The last beat and snapshots of those of ``nodes`` that have called ``tell_holdings`` in this run."""
     found = {}
     for node in nodes:
         name = f"{_HOLDINGS}/{node}.json"
@@ -323,13 +325,13 @@ def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, 
 
 
 def forget_holdings(storage: Storage, node: str = "") -> None:
-    """Remove what nodes have told, or one of them."""
+    """Removes the records of ``tell_holdings``, of all nodes or of one."""
     names = [f"{_HOLDINGS}/{node}.json"] if node else [entry.name for entry in storage.list(_HOLDINGS)]
     storage.remove([name for name in names if _is_told(_content(storage, name))])
 
 
 def _is_told(data: bytes | None) -> bool:
-    """Whether it is what ``tell_holdings`` writes."""
+    """Whether ``data`` is a record of ``tell_holdings``."""
     try:
         told = json.loads(data or b"")
     except ValueError:
@@ -338,21 +340,21 @@ def _is_told(data: bytes | None) -> bool:
 
 
 def claimed_lineage(storage: Storage) -> Lineage:
-    """The head of the job, as the run that claimed the place last has recorded it; unknown where none has.
+    """The head of the job, recorded by the last run that claimed the storage; unknown if none has.
 
     Raises:
-        StorageError: the record is damaged, so that nobody knows what is abandoned or doubtful; or storage fails.
+        StorageError: the record is damaged, so that abandoned and doubtful checkpoints are unknown; or storage fails.
     """
     if storage.size(OWNER_NAME) is None:
         return UNKNOWN
     if (lineage := lineage_of_claim(storage.read(OWNER_NAME))) is None:
-        text = "is damaged, and with it which checkpoints count; move it away for all of them to count"
+        text = "is damaged: abandoned checkpoints are unknown; move it away, and all checkpoints count"
         raise StorageError(f"{storage.where}/{OWNER_NAME} {text}", lasting=True)
     return lineage
 
 
 def lineage_of_claim(data: bytes) -> Lineage | None:
-    """The lineage in the object ``OWNER_NAME``; None where it is damaged."""
+    """The lineage in the object ``OWNER_NAME``; None if it is damaged."""
     try:
         return codec.from_json(json.loads(data)["lineage"], Lineage)
     except (KeyError, TypeError, ValueError):
@@ -360,7 +362,7 @@ def lineage_of_claim(data: bytes) -> Lineage | None:
 
 
 def checkpoints(storage: Storage) -> list[CheckpointName]:
-    """The names of all whole checkpoints, newest iteration first."""
+    """The names of all committed checkpoints, newest iteration first."""
     found = (CheckpointName.of_manifest(entry.name) for entry in storage.list())
     return sorted((name for name in found if name is not None), key=lambda one: (-one.iteration, one.generation))
 
@@ -369,14 +371,14 @@ def sweep(
     storage: Storage, current: SnapshotId | None, files_of: Callable[[bytes], Collection[str] | None],
     owns: Callable[[], bool] = lambda: True, lineages: Collection[bytes] = (),
 ) -> list[str]:  # fmt: skip
-    """Remove what came to nothing; returns the names of what went.
+    """Removes the files of uncommitted checkpoints; returns their names.
 
     Args:
-        current: what this run is writing now. What it has is left, and what is newer of its lineage or one of
-            ``lineages``: other nodes may have gone on to that already. None: nobody writes.
-        files_of: the files that a manifest names; None: it cannot be read, and all beside it stays.
-        owns: whether the caller may remove things yet: the place is its own, and what it writes is still wanted. It
-            is asked when all has been looked at, as others may have begun to write meanwhile.
+        current: the snapshot being written; None: no node writes. Its files stay, and newer ones of its lineage or of
+            ``lineages``: other nodes may be writing those already.
+        files_of: the files named by a manifest; None: it is unreadable, and all files in its folder stay.
+        owns: whether the caller may still remove files: the claim is its own, and ``current`` is still wanted. Called
+            after the listing, as other nodes may have started to write meanwhile.
     """
     names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
     keep = {name for name in names if not _is_ours(name)}
@@ -401,14 +403,14 @@ def _may_be_written(name: str, current: SnapshotId, lineages: Collection[bytes])
     folder, _, rest = name.partition("/")
     iteration = iteration_of(folder)
     if iteration is None:
-        return True  # what is small and beside checkpoints anybody may be writing
+        return True  # small objects next to checkpoints: any node may be writing one
     if iteration > current.iteration:
         return rest.startswith((*map(_prefix, {current.lineage, *lineages}), MANIFEST_NAME))
     return iteration == current.iteration and rest.startswith((_prefix(current.lineage), MANIFEST_NAME))
 
 
 def files_prefix(snapshot: SnapshotId) -> str:
-    """What names of all that is written of a snapshot begin with, but for its manifest."""
+    """The common prefix of all objects of a snapshot except its manifest."""
     return f"{folder_of(snapshot.iteration)}/{_prefix(snapshot.lineage)}"
 
 
@@ -421,12 +423,12 @@ def _prefix(lineage: bytes) -> str:
 
 
 def name_latest(storage: Storage, iteration: int) -> None:
-    """Let ``latest`` name the checkpoint of that iteration."""
+    """Makes ``latest`` name the checkpoint of ``iteration``."""
     storage.put(LATEST_NAME, f"{folder_of(iteration)}\n".encode())
 
 
 def latest(storage: Storage) -> int | None:
-    """The iteration that ``latest`` names; None where it names none of ftckpt's."""
+    """The iteration that ``latest`` names; None if it does not name a checkpoint of ftckpt."""
     if storage.size(LATEST_NAME) is None:
         return None
     return iteration_of(storage.read(LATEST_NAME).decode(errors="replace").strip())

@@ -1,9 +1,9 @@
-"""A shard's file without what its bytes repeat: each chunk is a zstd frame, its bytes grouped by significance.
+"""Compressed shard files: each chunk is a zstd frame, its bytes grouped by significance.
 
-Of neighbouring numbers sign and exponent are alike and the lowest bits are noise: where all first bytes stand
-together, then all second ones, a compressor finds the former and leaves the latter alone (byte grouping, as in Blosc
-and ZipNN, https://arxiv.org/abs/2411.05239). Chunks stay chunks, so that a reader takes any of them and compares it
-with the checksum of memory. Pure but for the compressor.
+Neighbouring numbers have similar signs and exponents, and their lowest bits are noise. With all first bytes together,
+then all second bytes, and so on, a compressor finds the former and skips the latter (byte grouping, as in Blosc and
+ZipNN, https://arxiv.org/abs/2411.05239). Each chunk is compressed separately, so that a reader may take any of them
+and compare it to the checksum from memory. Pure except for the compressor.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ftckpt.memory.image import SlotImage, Span
 from ftckpt.model.fragment import DTYPE_BYTES
 
 _LEVEL = 1
-"""The fastest of zstd: what is noise stays noise at any other."""
+"""The fastest of zstd: higher levels do not compress noise either."""
 
 
 class ElementRun(NamedTuple):
-    """``nbytes`` bytes of elements of ``item_bytes`` each."""
+    """``nbytes`` of consecutive elements of ``item_bytes`` each."""
 
     nbytes: int
     item_bytes: int
 
 
 def packed(image: SlotImage, objects_used: int, pieces: Iterable[Buffer], lengths: list[int]) -> Iterator[Buffer]:
-    """The bytes of a shard's compressed file: the header, and a frame of each chunk and of the objects in use.
+    """The bytes of a shard's compressed file: the header, a frame per chunk, and a frame of the objects in use.
 
     Args:
-        pieces: the bytes of its file of image ``image``, in any pieces. All are taken: at their end the last of them
-            are proven.
-        lengths: takes that of the header and of each frame.
+        pieces: the bytes of the uncompressed file of image ``image``, in any pieces. All are consumed: their source
+            verifies the last of them at the end.
+        lengths: receives the lengths of the header and of each frame.
     """
     objects = Span(image.objects.begin, image.objects.begin + objects_used)
     parts = _parts(pieces, [Span(0, len(image.header)), *image.chunks, objects])
@@ -50,7 +50,7 @@ def packed(image: SlotImage, objects_used: int, pieces: Iterable[Buffer], length
 
 
 def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
-    """What stands in ``spans``, which are in order, of a stream that is taken to its end."""
+    """The bytes of ``spans``, which are ascending, from a stream that is consumed to its end."""
     stream, position, rest = iter(pieces), 0, memoryview(b"")
     for span in spans:
         part = bytearray()
@@ -65,7 +65,7 @@ def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
 
 
 def runs_of(image: SlotImage, objects_used: int) -> list[list[ElementRun]]:
-    """What stands in each chunk of a slot, in its order, and, last, in the objects in use; gaps are bytes."""
+    """The element runs of each chunk of a slot, in order, and last of the objects in use; gaps count as bytes."""
     spans = [
         (offset, offset + fragment.nbytes, DTYPE_BYTES[fragment.dtype])
         for fragment, offset in zip(image.manifest.fragments, image.offsets, strict=True)
@@ -86,7 +86,7 @@ def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterat
             yield ElementRun(low - begin, 1)
             begin = low
         nbytes = min(high, end) - begin
-        # A chunk may end within an element, if its size is that of nobody's pages.
+        # A chunk of an unusual size may end within an element.
         yield ElementRun(nbytes, 1 if nbytes % item_bytes else item_bytes)
         begin += nbytes
     if begin < end:
@@ -94,7 +94,7 @@ def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterat
 
 
 def compress(data: Buffer, runs: Sequence[ElementRun]) -> bytes:
-    """A zstd frame of a chunk, with its length in it."""
+    """A zstd frame of a chunk; the frame records the chunk's length."""
     grouped = np.empty(len(data), np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(data, np.uint8), grouped, runs):
         into.reshape(item_bytes, -1)[...] = piece.reshape(-1, item_bytes).T
@@ -106,11 +106,11 @@ def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
     """Inverse of ``compress``.
 
     Raises:
-        CorruptError: not a frame of such a chunk.
+        CorruptError: not a frame of a chunk with these runs.
     """
     nbytes, zstandard = sum(run.nbytes for run in runs), _zstandard()
     try:
-        # Before room is made for it: a damaged frame may claim to have any length.
+        # Checked before memory is allocated: a damaged frame may claim any length.
         found = zstandard.frame_content_size(frame)
         if found != nbytes:
             raise CorruptError(f"cannot be unpacked: claims {found} bytes, not {nbytes}")
@@ -119,7 +119,7 @@ def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
         raise CorruptError(f"cannot be unpacked: {error}") from None
     data = np.empty(nbytes, np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
-        # Not in one assignment: numpy would go along the few bytes of each element.
+        # Not in one assignment, in which numpy's inner loop would run over the few bytes of an element.
         for number, alike in enumerate(piece.reshape(item_bytes, -1)):
             into[number::item_bytes] = alike
     return data.data.toreadonly()

@@ -1,8 +1,7 @@
-"""Records of what ftckpt has made for others to load: kept on its own side, beside the snapshots.
+"""Records of the exports that ftckpt has written, stored with the snapshots.
 
-A record names an export exactly: its directory, each file with its size, and one checksum. Nothing that no record
-names is ever written over, moved or removed, and neither is an export that is not as it was made: somebody has put
-something into it, taken something out, or put something else in its place.
+A record identifies an export exactly: its directory, each file with its size, and one checksum. Files that no record
+names are never overwritten, moved or removed, and neither is an export that has changed since it was written.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from ftckpt.persist.storage import Storage
 
 FOLDER = "made"
 _HEAD_BYTES = 4096
-"""Of each file that the checksum covers: all of the small ones that describe an export."""
+"""The checksum covers so many first bytes of each file, so all of the small files that describe an export."""
 
 
 @dataclass(frozen=True)
 class ExportRecord:
     """The export of ``snapshot``: the directory ``name`` with ``files`` by their paths in it, and their sizes.
 
-    Without a name it has only been begun. ``is_going``: its removal has begun, so that files of it may be missing.
+    Without a name the export is being written. ``is_going``: it is being removed, and files may be missing.
     """
 
     snapshot: SnapshotId
@@ -41,7 +40,7 @@ class ExportRecord:
 
     @classmethod
     def of(cls, snapshot: SnapshotId, name: str, path: Path) -> ExportRecord:
-        """Of what was made at ``path``, which is to have this ``name``. Raises OSError."""
+        """The record of an export written to ``path``, to be renamed to ``name``. Raises OSError."""
         files = _files(path) or {}
         return cls(snapshot, name, files, _checksum(path, files))
 
@@ -50,12 +49,12 @@ class ExportRecord:
         return bool(self.files) and not self.is_going and _files(path) == self.files
 
     def is_at(self, path: Path) -> bool:
-        """Whether ``path`` is this export, as it was made. Raises OSError."""
+        """Whether ``path`` is this export, unchanged. Raises OSError."""
         return self.lies_at(path) and _checksum(path, self.files) == self.checksum
 
     def remove_from(self, path: Path) -> None:
-        """Remove the files of this export from ``path``, and the directories that are empty then. Raises OSError."""
-        # The small files at the top go first: without them no program takes the rest for a checkpoint.
+        """Removes the files of this export from ``path``, and directories that are empty then. Raises OSError."""
+        # Small files at the top first: without them no program takes the rest for a checkpoint.
         for name in sorted(self.files, key=lambda name: (name.count("/"), self.files[name])):
             if not _leads_through_link(path, name):
                 with suppress(FileNotFoundError):
@@ -64,26 +63,26 @@ class ExportRecord:
         folders = {str(parent) for name in self.files for parent in Path(name).parents}
         for folder in sorted(folders, key=len, reverse=True):
             if not _leads_through_link(path, folder):
-                with suppress(OSError):  # somebody has put something there
+                with suppress(OSError):  # it has other files
                     (path / folder).rmdir()
 
 
 class PointerRecord(NamedTuple):
-    """What the run ``owner`` has written last into the file that names the newest export, and what stood there
-    before: a kill may have come between."""
+    """The texts that the file naming the newest export may have: the one that the run ``owner`` writes, and the
+    previous one, in case of a kill in between."""
 
     owner: str = ""
     texts: tuple[str, ...] = ()
 
 
 class ExportRecords:
-    """The records on ``storage``, where the snapshots lie. Every method raises StorageError where storage fails."""
+    """The records on ``storage``, that of the snapshots. Every method raises StorageError if storage fails."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def all(self) -> dict[SnapshotId, ExportRecord]:
-        """By snapshot; what is none of ours is left out."""
+        """All records by snapshot; other objects are skipped."""
         found = {}
         for entry in self._storage.list(FOLDER):
             with suppress(KeyError, TypeError, ValueError, AttributeError):
@@ -95,22 +94,22 @@ class ExportRecords:
         return found
 
     def keep(self, record: ExportRecord) -> None:
-        """Write a record in place of any of the same snapshot."""
+        """Writes a record, replacing any of the same snapshot."""
         value = {name: item for name, item in vars(record).items() if name != "snapshot"}
         self._storage.put(f"{FOLDER}/{record.snapshot}", json.dumps(value).encode())
 
     def forget(self, snapshot: SnapshotId) -> None:
-        """What there is of it is no more ftckpt's."""
+        """Removes a record: files of the export are no longer ftckpt's."""
         self._storage.remove([f"{FOLDER}/{snapshot}"])
 
     def remove(self, record: ExportRecord, root: Path) -> None:
-        """Remove an export from ``root``, and then its record. Raises OSError."""
+        """Removes an export from ``root``, and then its record. Raises OSError."""
         self.keep(replace(record, is_going=True))
         record.remove_from(root / record.name)
         self.forget(record.snapshot)
 
     def pointer(self, name: str) -> PointerRecord:
-        """What was written into the file ``name`` beside the exports."""
+        """The record of the file ``name`` next to the exports."""
         if self._storage.size(f"{FOLDER}/{name}") is None:
             return PointerRecord()
         with suppress(KeyError, TypeError, ValueError):
@@ -119,13 +118,13 @@ class ExportRecords:
         return PointerRecord()
 
     def keep_pointer(self, name: str, record: PointerRecord) -> None:
-        """To be called before the file is written."""
+        """Writes the record of the file ``name``. To be called before the file is written."""
         self._storage.put(f"{FOLDER}/{name}", json.dumps(record._asdict()).encode())
 
 
 def _files(path: Path) -> dict[str, int] | None:
-    """The files below a directory, with their sizes; None where that is no directory, or has anything else in it than
-    files and the directories that they lie in."""
+    """The files below a directory with their sizes; None if ``path`` is not a directory, or contains anything but
+    files and non-empty directories."""
     if path.is_symlink() or not path.is_dir():
         return None
     found: dict[str, int] = {}
@@ -145,7 +144,7 @@ def _fail(error: OSError) -> None:
 
 
 def _size(path: Path) -> int | None:
-    """Of a plain file; None of anything else."""
+    """The size of a regular file; None for anything else."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
@@ -156,7 +155,7 @@ def _leads_through_link(root: Path, name: str) -> bool:
 
 
 def _checksum(path: Path, files: Mapping[str, int]) -> str:
-    """Over the names and sizes of ``files``, and the beginning of each."""
+    """A checksum over names, sizes and first bytes of ``files``."""
     digest = xxhash.xxh3_64()
     for name, nbytes in sorted(files.items()):
         digest.update(f"{name}\0{nbytes}\0".encode())

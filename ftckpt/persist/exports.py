@@ -1,8 +1,8 @@
-"""Snapshots in a format that others load, as directories: whole or not there, and what names the newest moved last.
+"""Exports: checkpoints in the formats of other programs, published atomically.
 
-An export is made in a directory of its own beside the snapshots, and gets its name by one rename. What is ftckpt's of
-the directory that users look into is what its records name, see ``export_record``: everything else there stays as it
-is, and stands in nobody's way unless it has the very name that an export is to have.
+An export is written to a work directory next to the snapshots and published by one rename; then the file that names
+the newest is updated. In the users' directory only exports with a record (``export_record``) are ftckpt's: all other
+files stay, and are an error only if they have the name of an export.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from ftckpt.persist.paths import Place
 WORK_NAME = "converting"
 _NUMBER = re.compile(r"(\d+)\D*$")
 _OTHERS = "zero_to_fp32.py"
-"""DeepSpeed leaves it beside its checkpoints."""
+"""A file that DeepSpeed writes next to its checkpoints."""
 
 
 class _Form(NamedTuple):
-    """How a format lies: the file that names the newest, whether what is converted has it, and a directory beside
-    it that is the checkpoint, or is the checkpoint itself; and how the file names an iteration."""
+    """The directory layout of a format. ``pointer``: the file that names the newest. ``is_inside``: the converter's
+    output contains the checkpoint as a subdirectory, otherwise it is the checkpoint. ``text``: the pointer's content.
+    """
 
     pointer: str
     is_inside: bool
@@ -48,16 +49,16 @@ _FORMS = {
 
 
 class PendingExport(NamedTuple):
-    """An export that is being made: ``ftckpt convert`` writes it to ``path``."""
+    """An export in progress: ``ftckpt convert`` writes it to ``path``."""
 
     snapshot: SnapshotId
     path: Path
 
 
 class Exports:
-    """The exports at ``place``, made of the snapshots there, by the run ``owner``.
+    """The exports at ``place`` of the snapshots there, by the run ``owner``.
 
-    Every method raises StorageError where the file system fails.
+    Every method raises StorageError if the file system fails.
     """
 
     def __init__(self, place: Place, owner: str = "") -> None:
@@ -69,24 +70,23 @@ class Exports:
 
     @property
     def umask(self) -> int:
-        """For what is written: it is as open to others as the directory that it comes to, whatever an SMP writes."""
+        """The umask for exports: they get the permissions of their directory, unlike other files of an SMP."""
         with explained(self._root):
             return 0o777 & ~self._root.stat().st_mode
 
     @property
     def snapshots(self) -> Collection[SnapshotId]:
-        """Those of which there is a record, whatever became of the export."""
+        """The snapshots with a record, whether or not their export exists."""
         return self._records.all().keys()
 
     def find(self) -> dict[SnapshotId, Path]:
-        """The exports that are there, each as it was made."""
+        """The exports whose files all exist, by snapshot."""
         with explained(self._root):
             made = {snapshot: (one, self._root / one.name) for snapshot, one in self._records.all().items()}
             return {snapshot: path for snapshot, (one, path) in made.items() if one.lies_at(path)}
 
     def complete(self, snapshot: SnapshotId) -> bool:
-        """Whether there is nothing to be made: of ``snapshot`` there is an export, which is named now where a kill
-        came before that."""
+        """Whether ``snapshot`` has an export; if so, names it as the newest in case a kill prevented that."""
         if snapshot not in self.find():
             return False
         self._name(snapshot.iteration)
@@ -94,28 +94,28 @@ class Exports:
 
     @contextmanager
     def making(self, snapshot: SnapshotId) -> Iterator[PendingExport]:
-        """An export of ``snapshot`` to be made. What of it is not published goes at the end, and what others have
-        left that were killed, at once."""
+        """A work directory for an export of ``snapshot``. It is removed at the end, and those of killed exports at
+        the start."""
         own = self._work_of(snapshot)
         with explained(self._work):
             for left in self.snapshots:
                 _remove_tree(self._work_of(left))
-            self._records.keep(ExportRecord(snapshot))  # first: what a kill leaves is known by it
+            self._records.keep(ExportRecord(snapshot))  # first: after a kill it identifies the work directory
             own.mkdir(parents=True)
         try:
             yield PendingExport(snapshot, own / "made")
         finally:
-            with suppress(StorageError, OSError):  # the next one does so
+            with suppress(StorageError, OSError):  # the next export removes it
                 _remove_tree(own)
                 self._leave_work()
                 if not self._records.all()[snapshot].name:
                     self._records.forget(snapshot)
 
     def publish(self, made: PendingExport) -> Path:
-        """Give it its name, then name it as the newest, unless in this run there is a newer one already.
+        """Renames the export to its final name, then names it as the newest, unless this run has a newer one.
 
         Raises:
-            StorageError: what has its name, or names the newest, was not made here.
+            StorageError: a file or directory of that name, or the file naming the newest, is not ftckpt's.
         """
         snapshot, path = made.snapshot, made.path
         self._require_own_pointer()
@@ -132,8 +132,8 @@ class Exports:
         return self._root / name
 
     def retain(self, snapshots: Collection[SnapshotId]) -> list[int]:
-        """Remove those of other snapshots, which are gone, or of a past that the job has left; returns their
-        iterations. One that is not as it was made stays, and is nobody's to remove from then on."""
+        """Removes exports of all but ``snapshots``; returns their iterations. A changed export stays, and its record
+        is dropped, so that it is no longer ftckpt's."""
         gone, removed = [one for one in self._records.all().values() if one.snapshot not in snapshots], list[int]()
         self._point_away_from([one.snapshot for one in gone])
         with explained(self._root):
@@ -145,11 +145,11 @@ class Exports:
                 else:
                     self._records.forget(one.snapshot)
                     if one.name and os.path.lexists(path):
-                        log.warning("ftckpt: %s is not as it was made, and stays; remove it yourself", path)
+                        log.warning("ftckpt: %s stays: it has changed since the export; remove it yourself", path)
         return sorted(removed)
 
     def foreign_pointer(self) -> Path | None:
-        """A file that names the newest checkpoint of a program which saves there by itself, if there is one."""
+        """A file that shows that another program saves checkpoints there, if any."""
         for name in sorted({form.pointer for form in _FORMS.values()}):
             if os.path.lexists(self._root / name) and self._text(name) not in self._records.pointer(name).texts:
                 return self._root / name
@@ -157,7 +157,7 @@ class Exports:
         return others if os.path.lexists(others) else None
 
     def _make_room(self, new: ExportRecord) -> None:
-        """Remove what has the name of ``new``, where ftckpt has made it of another past of the job."""
+        """Removes an export of another branch that has the name of ``new``. Raises StorageError for other files."""
         final = self._root / new.name
         if not os.path.lexists(final):
             return
@@ -166,11 +166,11 @@ class Exports:
             self._point_away_from([old.snapshot])
             self._records.remove(old, self._root)
         if os.path.lexists(final):
-            text = "was not made by ftckpt, or is not as it was made, and stays: move it away"
+            text = "was not made by ftckpt, or has changed since: move it away"
             raise StorageError(f"{final} {text}", lasting=True)
 
     def _name(self, iteration: int) -> None:
-        # One that an earlier run has named may be of a past that the job has left.
+        # The export that an earlier run has named may be of an abandoned branch.
         if self._named() < iteration or self._records.pointer(self._form.pointer).owner != self._owner:
             self._point_to(iteration)
 
@@ -180,7 +180,7 @@ class Exports:
         text = self._form.text.format(iteration)
         texts = tuple(dict.fromkeys([text, *([now] if now is not None else [])]))
         self._records.keep_pointer(name, PointerRecord(self._owner, texts))
-        # Made among the snapshots: a kill leaves nothing in the directory of others.
+        # Written next to the snapshots: a kill leaves nothing in the users' directory.
         fresh = self._work / name
         with explained(fresh):
             self._work.mkdir(exist_ok=True)
@@ -194,7 +194,7 @@ class Exports:
         self._leave_work()
 
     def _point_away_from(self, snapshots: Collection[SnapshotId]) -> None:
-        """What is to go is not the one that a job would load, as far as there is another."""
+        """If the pointer names one of ``snapshots``, makes it name the newest other export, if any."""
         others = [snapshot.iteration for snapshot in self.find() if snapshot not in snapshots]
         if others and self._named() in [snapshot.iteration for snapshot in snapshots]:
             self._point_to(max(others))
@@ -205,7 +205,7 @@ class Exports:
             raise StorageError(_taken(self._root / name), lasting=True)
 
     def _named(self) -> int:
-        """The iteration of the newest; -1 where none is named by ftckpt."""
+        """The iteration that the pointer names; -1 if ftckpt has not written it."""
         text = self._text(self._form.pointer)
         if text is None or text not in self._records.pointer(self._form.pointer).texts:
             return -1
@@ -213,7 +213,7 @@ class Exports:
         return int(found[1]) if found is not None else -1
 
     def _text(self, name: str) -> str | None:
-        """What a plain file beside the exports says; None where there is none."""
+        """The content of a regular file next to the exports; None if there is none."""
         path = self._root / name
         with explained(path):
             if path.is_symlink() or not path.is_file():
@@ -224,17 +224,16 @@ class Exports:
         return self._work / f"{folder_of(snapshot.iteration)}-{snapshot.lineage.hex()}"
 
     def _leave_work(self) -> None:
-        with suppress(OSError):  # another one is being made
+        with suppress(OSError):  # another export is in progress
             self._work.rmdir()
 
 
 def prepare(place: Place) -> bool:
-    """Make ready what a job is going to write to, before it trains: a directory is made where its parent is there;
-    whether it was. Any number of processes may call it.
+    """Checks the job's storage before it trains, and creates the directory if its parent exists; whether it was
+    created. Any number of processes may call it concurrently.
 
     Raises:
-        StorageError: the place cannot be written, is another program's, or is not where it should be; or what it
-            needs is not installed.
+        StorageError: the place is missing, not writable, or another program's; or a package is not installed.
     """
     where = place.exports.root if place.exports is not None else place.snapshots
     if not where:
@@ -248,7 +247,7 @@ def prepare(place: Place) -> bool:
         return is_new
     if root.size(OWNER_NAME) is not None:
         text = (
-            f"{root.where}: --ftckpt-persist-format: snapshots lie there without a format of others; move them to "
+            f"{root.where}: --ftckpt-persist-format: has snapshots from a run without it; move them to "
             f"{place.snapshots}, or name another place"
         )
         raise StorageError(text, lasting=True)
@@ -264,16 +263,16 @@ def _make(path: Path) -> bool:
         return False
     try:
         path.mkdir()
-    except FileExistsError:  # by another rank; a link that leads nowhere is said next
+    except FileExistsError:  # created by another rank; a dangling link is reported by FileStorage
         return False
     except FileNotFoundError:
         text = (
-            f"{path}: is not there, and neither is {path.parent}: a wrong path, or storage that is not mounted; "
-            "mount it, or make the directory with mkdir -p on storage that all nodes share"
+            f"{path}: does not exist, and neither does {path.parent}: a wrong path, or storage is not mounted; "
+            "mount it, or create the directory with mkdir -p on storage that all nodes share"
         )
         raise StorageError(text, lasting=True) from None
     except OSError as error:
-        text = f"{path}: is not there, and cannot be made: {error.strerror}; make it, or name another directory"
+        text = f"{path}: does not exist and cannot be created: {error.strerror}; name another directory"
         raise StorageError(text, lasting=True) from None
     return True
 
@@ -286,14 +285,14 @@ def _taken(pointer: Path) -> str:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a directory, if it is one and no link."""
+    """Removes a directory, unless ``path`` is a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Errors of the system as StorageErrors."""
+    """Converts OSErrors to StorageErrors."""
     try:
         yield
     except OSError as error:

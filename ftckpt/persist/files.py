@@ -19,44 +19,44 @@ from ftckpt.errors import StorageError
 from ftckpt.persist.storage import PART, ObjectEntry, Storage
 
 _FRESH = ".put.new"
-"""Behind the name of a file that is being written, which begins with a dot; that of a conversion has another."""
+"""Suffix of the temporary name of a file; conversions use another suffix."""
 _UNFINISHED = re.compile(rf"\..+-\d+-\d+{re.escape(_FRESH)}")
-"""With the host, the process and the thread that write it."""
+"""A temporary name: a dot, the final name, host, process, thread and the suffix."""
 
 _NAMES = """
     ENOENT EACCES EPERM ENOTDIR EISDIR EEXIST EINVAL ENAMETOOLONG ELOOP EXDEV ENOSYS EOPNOTSUPP EFBIG EBADMSG EUCLEAN
 """
-_LASTING = (*(getattr(errno, name) for name in _NAMES.split()), None)  # None: of Python itself, about what is no file
-"""The same when it is tried again: of a name, a right, or what is damaged. All others may be over then: of a file
-system that is full, away, or has turned itself read-only, in whatever words its client has for that."""
+_LASTING = (*(getattr(errno, name) for name in _NAMES.split()), None)  # None: raised by Python, without an errno
+"""Errors for which a retry is useless: names, permissions, damage. All others may pass: a full, unreachable or
+temporarily read-only file system, for which clients have various numbers."""
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""From a file system that has no hard links."""
+"""Errors of a file system without hard links."""
 
 _AHEAD_STEP_BYTES = 128 << 10
-"""As far as Linux reads ahead by default: of a longer request a disk that takes no more gets the begin alone."""
+"""Linux's default read-ahead: a longer request may be cut to the device's limit."""
 
 _MOST_VECTORS = os.sysconf("SC_IOV_MAX")
-"""Memories that one call of the system fills at most."""
+"""The maximum number of buffers of one system call."""
 
 _TRIES = 100
-"""Of making a directory that somebody else removes."""
+"""Attempts to create a directory that another process removes."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _open(path: str, flags: int) -> int:
-    """Without waiting for who writes to a pipe, which anybody may have put there."""
+    """Opens without blocking on a FIFO, which any user may have created there."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 class FileStorage(Storage):
     """Objects as files below ``where``, a directory that exists.
 
-    A file is written under a name that begins with a dot, brought to the disk and renamed.
+    A file is written under a temporary name, synced and renamed.
 
     Raises:
-        StorageError: it is not there, is no directory, or cannot be written.
+        StorageError: ``where`` is missing, not a directory, or not writable.
     """
 
     def __init__(self, where: str) -> None:
@@ -64,20 +64,20 @@ class FileStorage(Storage):
         self._root = Path(where).absolute()
         with self._explained(self._root):
             if not self._root.exists():
-                # Not made here: where a file system is not mounted, that would fill the disk below its place.
+                # Not created: with the file system unmounted, that would fill the disk below the mount point.
                 raise StorageError(
-                    f"{where}: is not there: a wrong path, or the first time; then make it, with mkdir -p, on "
-                    "storage that all nodes share",
+                    f"{where}: does not exist: a wrong path, or not created yet; create it with mkdir -p on storage "
+                    "that all nodes share",
                     lasting=True,
                 )
             status = self._root.stat()
         if not self._root.is_dir():
-            raise StorageError(f"{where}: is no directory; name one", lasting=True)
+            raise StorageError(f"{where}: is not a directory; name one", lasting=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             if os.statvfs(self._root).f_flag & os.ST_RDONLY:
-                text = "lies on a read-only file system; mount it to be written, or name another directory"
+                text = "is on a read-only file system; mount it writable, or name another directory"
                 raise StorageError(f"{where}: {text}", lasting=True)
-            raise StorageError(f"{where}: may not be written by this user; change its owner or mode", lasting=True)
+            raise StorageError(f"{where}: is not writable for this user; change its owner or mode", lasting=True)
         self._identity = (status.st_dev, status.st_ino)
 
     def create(self, name: str, data: Buffer) -> bool:
@@ -126,7 +126,7 @@ class FileStorage(Storage):
                     left[0] = left[0][taken:]
 
     def read_ahead(self, name: str, nbytes: int) -> None:
-        # What the page cache has the reads that follow copy from there.
+        # Later reads copy from the page cache.
         with contextlib.suppress(OSError), open(self._path(name), "rb", buffering=0) as file:
             for begin in range(0, nbytes, _AHEAD_STEP_BYTES):
                 os.posix_fadvise(file.fileno(), begin, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
@@ -142,9 +142,9 @@ class FileStorage(Storage):
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
         with self._explained(self._root / prefix):
             for path in self._files(prefix):
-                # A link is nothing of ours, wherever it leads.
+                # ftckpt writes no links: a link is another program's.
                 if not path.name.startswith(".") and not path.is_symlink():
-                    with contextlib.suppress(FileNotFoundError):  # removed since
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                         yield ObjectEntry(str(path.relative_to(self._root)), path.stat().st_size)
 
     def remove(self, names: Sequence[str]) -> None:
@@ -164,7 +164,7 @@ class FileStorage(Storage):
     def _unlink(self, path: Path) -> None:
         with self._explained(path):
             path.unlink(missing_ok=True)
-            # Directories are no objects: one that is empty is nothing.
+            # Directories are not objects: empty ones are removed.
             for parent in path.relative_to(self._root).parents[:-1]:
                 with contextlib.suppress(OSError):
                     (self._root / parent).rmdir()
@@ -173,20 +173,20 @@ class FileStorage(Storage):
         path = self._root / self._check(name)
         with self._explained(self._root):
             self._require_root()
-            # A link inside must not lead out.
+            # A link must not lead out of the root.
             if not path.parent.resolve().is_relative_to(self._root.resolve()) or path.is_symlink():
-                raise StorageError(f"{path}: leads out of {self.where}: remove the link", lasting=True)
+                raise StorageError(f"{path}: leads out of {self.where}; remove the link", lasting=True)
         return path
 
     def _require_root(self) -> None:
-        # What was mounted there may be gone: nothing is written into the directory below it, nor found there.
+        # After an unmount, the directory below the mount point must be neither written nor read.
         status = self._root.stat()
         if (status.st_dev, status.st_ino) != self._identity:
-            raise StorageError(f"{self.where}: is another directory than at the start: is it still mounted?")
+            raise StorageError(f"{self.where}: is not the directory of the start: unmounted; mount it again")
 
     def _files(self, prefix: str) -> Iterator[Path]:
-        """Raises OSError where a directory cannot be read: what cannot be listed is there all the same. One that this
-        user may not look into, below the root, is of somebody else."""
+        """All files below ``prefix``, without private directories of other users. Raises OSError if any other
+        directory cannot be read: its files must not count as absent."""
         self._require_root()
         top = self._root / self._check(prefix) if prefix else self._root
 
@@ -200,19 +200,19 @@ class FileStorage(Storage):
             yield from (Path(directory) / name for name in names)
 
     def _write_fresh(self, path: Path, chunks: Iterable[Buffer]) -> tuple[Path, int]:
-        """A complete file that is on the disk under another name, and its bytes."""
-        # Named for process and thread, so that two that write the same name never share a half-written file.
+        """Writes and syncs a file under a temporary name; the path and its size."""
+        # With process and thread in the name: two writers of one object never share a temporary file.
         fresh = path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_FRESH}")
         with self._explained(path):
             descriptor = _open_fresh(fresh)
         writer = BehindWriter(descriptor)
         try:
-            for chunk in chunks:  # whose own errors are not those of storage
+            for chunk in chunks:  # errors of ``chunks`` are not errors of storage
                 with self._explained(path):
                     writer.write(chunk)
             with self._explained(path):
                 writer.finish()
-        except BaseException:  # an interrupt, too, must leave no part of a file
+        except BaseException:  # an interrupt must not leave a partial file either
             fresh.unlink(missing_ok=True)
             raise
         finally:
@@ -220,13 +220,13 @@ class FileStorage(Storage):
         return fresh, writer.nbytes
 
     def _sync_names(self, path: Path) -> None:
-        """A power cut could forget the name, and those of the directories that were made for it."""
+        """Syncs the directories above ``path``: a power failure could lose the new names in them."""
         for parent in path.relative_to(self._root).parents:
             sync_directory(self._root / parent)
 
     @contextlib.contextmanager
     def _explained(self, path: Path) -> Iterator[None]:
-        """Errors of the system as StorageErrors that name ``path`` and the remedy."""
+        """Converts OSErrors to StorageErrors that name ``path`` and the remedy."""
         try:
             yield
         except OSError as error:
@@ -236,34 +236,34 @@ class FileStorage(Storage):
 
 
 def _name_once(fresh: Path, path: Path) -> None:
-    """Give ``fresh`` its name; FileExistsError where there is one of this name."""
+    """Renames ``fresh`` to ``path``. Raises FileExistsError if ``path`` exists."""
     try:
-        # A link is made or not made, on NFS too, whoever else does so at the same time.
+        # link(2) is atomic, also on NFS: of concurrent callers one succeeds.
         os.link(fresh, path)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        fresh.rename(path)  # of two who do so at the same time the last one wins
+        fresh.rename(path)  # without links, of concurrent callers the last one wins
 
 
 def _open_fresh(path: Path) -> int:
     for _ in range(_TRIES):
-        # Whoever removes the last other file in there at this moment takes the empty directory along.
+        # Retried: a process that removes the last file of the directory also removes the directory.
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             continue
-        except FileExistsError:  # gone before ``mkdir`` could look what it is, or a file
+        except FileExistsError:  # removed before ``mkdir`` checked its type, or not a directory
             if path.parent.exists() and not path.parent.is_dir():
                 raise
     raise OSError(errno.EBUSY, "its directory is removed again and again", str(path))
 
 
 def sync_directory(path: Path) -> None:
-    """Bring the names in a directory to the disk. Raises OSError."""
+    """Makes the names in a directory durable. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -272,48 +272,47 @@ def sync_directory(path: Path) -> None:
 
 
 WINDOW_BYTES = 8 << 20
-"""What is begun at a time; up to twice as much is on its way."""
+"""Bytes per writeback request; up to twice as much is in flight."""
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
-"""Of sync_file_range(2)."""
+"""Flags of sync_file_range(2)."""
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESPIPE)
-"""From a system or file system that has no such call: all is left to fsync."""
+"""Errors of a system or file system without that call: then fsync does it all."""
 
 
 class BehindWriter:
-    """Writes to ``descriptor``, a new file, from its begin, and brings it to the disk meanwhile. Nothing is durable
-    before ``finish``.
+    """Writes a new file through ``descriptor`` and starts writeback while it is written. Nothing is durable before
+    ``finish``.
 
-    Otherwise all of it waits until fsync: who syncs a few bytes meanwhile waits for gigabytes, and what data loaders
-    read goes from the page cache for what nobody reads. The writing thread itself starts the I/O, which so is of its
-    I/O class and its cgroup; what the kernel writes on its own, of pages that have waited too long, would be of
-    neither. Direct I/O is slower.
+    Without it, all data would stay dirty until fsync: other processes' fsync calls would wait for gigabytes, and the
+    dirty pages would evict data loaders' files from the page cache. I/O started by the writing thread has its I/O
+    class and cgroup, unlike the kernel's own writeback. Direct I/O is slower.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.nbytes = 0
         self._descriptor = descriptor
-        self._window = self._last = 0  # where the one that is being filled begins, and the one before it
+        self._window = self._last = 0  # offsets of the window being filled and of the one before it
         self._follows = True
 
     def write(self, data: Buffer) -> None:
-        """Write all of it. Raises OSError, also for what was written before."""
+        """Writes all of ``data``. Raises OSError, also for earlier writes."""
         view = memoryview(data).cast("B")
         self.nbytes += len(view)
         while view:
             view = view[os.write(self._descriptor, view) :]
         if self._follows and self.nbytes - self._window >= WINDOW_BYTES:
             self._sync(self._window, self.nbytes, _WRITE)
-            # Waited for when the disk has the next one to do.
+            # Waits for the previous window while the disk writes this one.
             self._sync(self._last, self._window, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            # No more than that: what cannot go yet, as on NFS, would be looked at again for each window.
+            # Only that window: pages that stay dirty, as on NFS, would be scanned again for each window.
             self._let_go(self._last, self._window)
             self._last, self._window = self._window, self.nbytes
 
     def finish(self) -> None:
-        """Bring all to the disk. Raises OSError."""
+        """Makes all of it durable. Raises OSError."""
         os.fsync(self._descriptor)
-        if self._window:  # small ones may be read again soon
+        if self._window:  # small files may be read again soon and stay cached
             self._let_go(0, self.nbytes)
 
     def _sync(self, begin: int, end: int, flags: int) -> None:
@@ -328,12 +327,12 @@ class BehindWriter:
         )
         if libc.sync_file_range(*args):
             number = ctypes.get_errno()
-            # An error of the disk is told once, here: fsync would know of none.
+            # The kernel reports a disk error once: fsync would not report it again.
             if number not in _UNKNOWN:
                 raise OSError(number, os.strerror(number))
             self._follows = False
 
     def _let_go(self, begin: int, end: int) -> None:
         if self._follows:
-            with suppress(OSError):  # advice that is refused
+            with suppress(OSError):  # refused advice is harmless
                 os.posix_fadvise(self._descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Storage in an object store: S3, GCS, Azure, a process's own memory. Nothing is renamed: what is put is there."""
+"""Storage in an object store: S3, GCS, Azure, or a process's own memory. A put object is complete at once."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ftckpt.errors import StorageError
 from ftckpt.persist.storage import ObjectEntry, Storage
 
 _PART_BYTES = 32 << 20
-"""Of a multipart upload: S3 takes 10,000 parts, so an object may have 320 GB."""
+"""Part size of a multipart upload: S3 allows 10,000 parts, so an object may have 320 GB."""
 _UPLOADS = 4
-"""Parts of one object on their way at a time; each is held in memory until it has arrived."""
+"""Concurrent part uploads of one object; each part stays in memory until it is uploaded."""
 _RETRY_SECS = 20.0
 _MAX_SKEW_SECS = 15 * 60.0
-"""Stores deny requests that were signed so long ago, or will be."""
+"""Stores deny requests whose signature differs by more than this from their clock."""
 _CONNECT_SECS = 10.0
 _SIGNED_FOR = timedelta(minutes=1)
 
 
 class ObjectStorage(Storage):
-    """Objects below ``where``, a URL with the bucket and a folder in it; credentials as the store's own tools take
-    them from the environment (``AWS_ACCESS_KEY_ID`` and its like).
+    """Objects below ``where``, a URL of a bucket and a folder in it. Credentials come from the environment variables
+    of the store's own tools (such as ``AWS_ACCESS_KEY_ID``).
 
     Raises:
-        StorageError: a URL of no known store, obstore is not installed, the bucket is not there or refuses.
+        StorageError: an unknown kind of URL, obstore is not installed, or the bucket is missing or denies access.
     """
 
     def __init__(self, where: str, **options: Any) -> None:
@@ -54,7 +54,7 @@ class ObjectStorage(Storage):
             self._store: Any = store.from_url(where, **options)
         except (self._errors.BaseError, ValueError, TypeError) as error:
             raise StorageError(f"{where}: {_first_line(error)}", lasting=True) from None
-        # The first word with the server: a wrong bucket or key is an error at start.
+        # A first request, so that a wrong bucket or key is an error at start.
         next(self.list(), None)
 
     def create(self, name: str, data: Buffer) -> bool:
@@ -67,9 +67,9 @@ class ObjectStorage(Storage):
                 return False
             except self._errors.GenericError:
                 answer = self._ask("PUT", name, data, {"If-None-Match": "*"})
-                if answer is not None and answer.status == HTTPStatus.OK:  # it is made: the failure has passed
+                if answer is not None and answer.status == HTTPStatus.OK:  # created: the failure has passed
                     return True
-                if answer is None or answer.status != HTTPStatus.NOT_IMPLEMENTED:  # as Swift answers
+                if answer is None or answer.status != HTTPStatus.NOT_IMPLEMENTED:  # Swift's answer
                     raise
                 self._knows_conditions = False
         if self.size(name) is not None:
@@ -95,7 +95,7 @@ class ObjectStorage(Storage):
         if nbytes == 0 or begin < 0:
             nbytes_there = self.size(name)
             if nbytes_there is None or not 0 <= begin <= nbytes_there:
-                raise StorageError(f"{self.where}/{name}: has nothing at {begin}", lasting=True)
+                raise StorageError(f"{self.where}/{name}: has no byte at {begin}", lasting=True)
             return b""
         with self._explained(name):
             if nbytes is None:
@@ -118,7 +118,7 @@ class ObjectStorage(Storage):
                 for batch in self._obstore.list(self._store, self._check(prefix) if prefix else None):
                     for entry in batch:
                         yield ObjectEntry(entry["path"], int(entry["size"]))
-            except self._errors.GenericError:  # the only type of error that a listing has
+            except self._errors.GenericError:  # the only type of error of a listing
                 self._require_bucket()
                 raise
 
@@ -128,14 +128,15 @@ class ObjectStorage(Storage):
             self._obstore.delete(self._store, there)
 
     def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
-        return []  # parts of uploads that were broken off are the bucket's own to remove: by a lifecycle rule
+        return []  # a lifecycle rule of the bucket removes parts of aborted uploads
 
     def discard(self, unfinished: Sequence[str]) -> None:
         pass
 
     @contextlib.contextmanager
     def _explained(self, name: str, chunks: _ChunkCounter | None = None) -> Iterator[None]:
-        """Errors of obstore as StorageErrors that name the object and the remedy; that of ``chunks`` as it is."""
+        """Converts errors of obstore to StorageErrors that name the object and the remedy; an error of ``chunks`` is
+        raised as it is."""
         try:
             yield
         except (self._errors.BaseError, OSError, ValueError) as error:
@@ -148,30 +149,30 @@ class ObjectStorage(Storage):
             raise StorageError(f"{where}: {text}", lasting=lasting) from None
 
     def _meaning(self, error: Exception) -> tuple[str, bool]:
-        """What an error means to the user, and whether trying again is of no use."""
+        """The meaning of an error for the user, and whether a retry is useless."""
         if isinstance(error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError):
             answer = self._ask("HEAD", "")
             if answer is not None and abs(answer.skew_secs) >= _MAX_SKEW_SECS:
-                return "the clock of this machine is not that of the store: set it, as by NTP", False
+                return "the clock of this machine differs from the store's; synchronize it with NTP", False
             return f"access is denied: check the credentials in the environment ({_first_line(error)})", True
         if isinstance(error, self._errors.NotFoundError | FileNotFoundError):
-            return f"is not there ({_first_line(error)})", True
+            return f"does not exist ({_first_line(error)})", True
         return _first_line(error), False
 
     def _require_bucket(self) -> None:
-        """Raises what keeps the bucket itself from being read, in obstore's types, if anything does."""
+        """Raises obstore's error if the bucket is missing or denies access."""
         kind = type(self._store)
         if kind not in (self._obstore.store.S3Store, self._obstore.store.GCSStore):
-            return  # others have no such request
+            return  # other stores have no such request
         store = self._store
         bucket = kind(config=store.config, client_options=store.client_options, retry_config=store.retry_config)
-        with contextlib.suppress(self._errors.GenericError):  # one that answers so is no bucket that refuses
+        with contextlib.suppress(self._errors.GenericError):  # not an answer about the bucket
             self._obstore.head(bucket, "")
 
     def _ask(
         self, method: str, name: str, data: Buffer = b"", headers: Mapping[str, str] | None = None
     ) -> _Answer | None:
-        """The store's answer to one request, of which obstore's errors have the text alone; None: there is none."""
+        """Sends one request and returns the store's answer, None without one; obstore's errors have only its text."""
         try:
             url = self._obstore.sign(self._store, method, name, _SIGNED_FOR)
             request = urllib.request.Request(url, bytes(data) or None, dict(headers or {}), method=method)
@@ -180,32 +181,32 @@ class ObjectStorage(Storage):
         except urllib.error.HTTPError as refusal:
             with refusal:
                 return _Answer.of(refusal.code, refusal.headers)
-        except (self._errors.BaseError, OSError, ValueError, TypeError):  # no network; a store that signs nothing
+        except (self._errors.BaseError, OSError, ValueError, TypeError):  # no network, or a store without signed URLs
             return None
 
 
 class _Answer(NamedTuple):
-    """``skew_secs`` is by how much this machine's clock is ahead of the store's, 0 where that is not known."""
+    """An HTTP status; ``skew_secs``: this machine's clock minus the store's, 0 if unknown."""
 
     status: int
     skew_secs: float
 
     @classmethod
     def of(cls, status: int, headers: Message) -> _Answer:
-        """An answer with this status and these headers."""
+        """The answer with this status and these headers."""
         with contextlib.suppress(KeyError, TypeError, ValueError):
             return cls(status, time.time() - parsedate_to_datetime(headers["Date"]).timestamp())
         return cls(status, 0.0)
 
 
 def require_obstore(where: str) -> None:
-    """Raises StorageError where what reaches ``where`` is not installed."""
+    """Raises StorageError if obstore, which ``where`` needs, is not installed."""
     if importlib.util.find_spec("obstore") is None:
         raise StorageError(f"{where}: needs obstore: pip install 'ftckpt[storage]'", lasting=True)
 
 
 class _ChunkCounter:
-    """Chunks as obstore takes them, how many bytes they had, and the error that they raised."""
+    """An iterator of chunks for obstore, which counts their bytes and stores the error that they raise."""
 
     def __init__(self, chunks: Iterable[Buffer]) -> None:
         self._chunks = iter(chunks)
@@ -220,7 +221,7 @@ class _ChunkCounter:
             view = _one(next(self._chunks))
         except StopIteration:
             raise
-        except BaseException as error:  # the library that reads it may raise another error in its place
+        except BaseException as error:  # obstore may raise another error instead
             self.error = error
             raise
         self.nbytes += len(view)

@@ -1,7 +1,7 @@
-"""Where snapshots lie on storage, and where what others load is made of them.
+"""The paths of snapshots and exports on storage.
 
-Without a format of others they lie where the user says. With one that place is theirs: what they load lies there as
-they write it, and the snapshots, which a restart under ftckpt reads, in a folder in it.
+Without an export format, snapshots are at the place that the user names. With one, exports are there, as the format
+requires, and snapshots, which restarts read, in a folder in it.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ FOLDER = "ftckpt"
 
 
 class ExportPlace(NamedTuple):
-    """The directory ``root`` in which snapshots lie in ``form``, a format of ``ftckpt convert``."""
+    """The directory ``root`` of exports in ``form``, a format of ``ftckpt convert``."""
 
     root: str
     form: str
 
 
 class Place(NamedTuple):
-    """Where ``snapshots`` lie, and the ``exports`` that are made of them, if any are."""
+    """The path or URL of ``snapshots``, and the place of their ``exports``, if any."""
 
     snapshots: str = ""
     exports: ExportPlace | None = None
 
     @classmethod
     def of(cls, persist: str, form: str) -> Place:
-        """What the settings ``persist`` and ``persist_format`` say."""
+        """The place named by the settings ``persist`` and ``persist_format``."""
         if not persist or form == SNAPSHOT:
             return cls(persist)
         return cls(f"{persist}/{FOLDER}", ExportPlace(persist, form))
 
 
 class SnapshotLocation(NamedTuple):
-    """Where snapshots lie at a place that a user has named, and the ``iteration`` of the one that it is itself."""
+    """The storage of snapshots at a place that a user names; ``iteration``, if the place is a single checkpoint."""
 
     where: str
     iteration: int | None = None
 
 
 def locate(where: str) -> SnapshotLocation:
-    """Snapshots at ``where``: there, in their folder beside what others load, or one that is named by its folder."""
+    """Finds the snapshots of ``where``: in it, in its folder next to exports, or as the folder of a checkpoint."""
     if "://" in where:
         return SnapshotLocation(where)
     path = Path(where)
-    # Of a job, or of ``ftckpt save``, which claims nothing.
+    # LATEST_NAME: ``ftckpt save`` writes no OWNER_NAME.
     if any((path / FOLDER / name).is_file() for name in (OWNER_NAME, LATEST_NAME)):
         return SnapshotLocation(str(path / FOLDER))
     iteration = iteration_of(path.absolute().name)
@@ -60,7 +60,7 @@ def locate(where: str) -> SnapshotLocation:
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file is the manifest of a snapshot on storage."""
+    """Whether a file is the manifest of a checkpoint."""
     try:
         with open(path, "rb") as file:
             return f'"{FORMAT}"'.encode() in file.read(256)

@@ -1,10 +1,9 @@
 """Retention on storage: deletes old checkpoints, never one that is pinned or being read.
 
-No write has to be atomic or conditional. Whoever removes a checkpoint marks it void first, then
-looks for pins and readers, and takes its manifest last. Whoever pins one, or reads there, says so first, and then
-looks for what is void. Of two that do so at the same moment at least one sees the other, wherever a read gives what
-was written before it began, as with files and the usual object stores: Dekker's order (E. W. Dijkstra, EWD 123,
-1965), with an object for each flag.
+No write has to be atomic or conditional. A remover first marks the checkpoint void, then reads pins and readers, then
+removes the manifest. A pinner or reader first writes its mark, then reads the void marks. On storage where a read
+returns every write that finished before it, as on file systems and the usual object stores, at least one of two
+concurrent processes sees the other: Dekker's order (E. W. Dijkstra, EWD 123, 1965), with an object per flag.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from ftckpt.persist.shards import FORMAT, StoredSnapshot, files_of
 from ftckpt.persist.storage import Storage
 
 VOID_MEANS = "about to be removed: no restart takes it"
-"""Of a snapshot, in words."""
+"""The meaning of a void mark, for messages."""
 
 
 def kept(iterations: Collection[int], keep: int) -> set[int]:
-    """Of checkpoints those that stay: the newest ``keep``, 0 for all."""
+    """The iterations that stay: the newest ``keep``, or all if ``keep`` is 0."""
     return set(sorted(iterations)[-keep:])  # -0: all
 
 
 def restorable(lineages: Mapping[CheckpointName, Lineage], head: Lineage) -> set[CheckpointName]:
-    """The checkpoints with these lineages that a start takes by itself: in the past of ``head`` and in no doubt."""
+    """The checkpoints that a start may restore without naming one: in the past of ``head`` and not doubtful."""
     return {
         name for name, lineage in lineages.items()
         if is_past(lineage, name.iteration, head) and not is_doubtful(lineage, name.iteration, head)
@@ -48,10 +47,10 @@ def restorable(lineages: Mapping[CheckpointName, Lineage], head: Lineage) -> set
 
 
 def surplus(lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int) -> set[CheckpointName]:
-    """The checkpoints that ``kept`` does not let stay, of those there are with these lineages.
+    """The checkpoints to remove, of those with these lineages.
 
-    An abandoned one goes once ``keep`` restorable ones of the branch that abandoned it are there, a doubtful one once
-    there are as many after it.
+    Of restorable ones ``kept`` stay. An abandoned one is removed once the branch that abandoned it has ``keep``
+    restorable ones, a doubtful one once there are ``keep`` after it.
     """
     counting = restorable(lineages, head)
     stay = kept([name.iteration for name in counting], keep)
@@ -64,14 +63,15 @@ def surplus(lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int
 
 
 def pin(storage: Storage, name: CheckpointName) -> bool:
-    """From now on no run removes or replaces a checkpoint; whether it is void, and may be on its way out just now.
+    """Pins a checkpoint: no run removes or replaces it from then on. Whether it is void, so that a run may be
+    removing it at this moment.
 
     Raises:
-        StorageError: there is none, its manifest cannot be read, or storage fails.
+        StorageError: it does not exist, its manifest is unreadable, or storage fails.
     """
     was_pinned = storage.size(_pin(name)) is not None
     storage.put(_pin(name), b"pinned\n")
-    # In this order: who has removed it meanwhile has taken the mark away after the manifest.
+    # Void marks before the manifest: a remover removes the manifest before its mark.
     void = voided(storage)
     try:
         return read_manifest(storage, name).snapshot in void
@@ -85,40 +85,40 @@ def pin(storage: Storage, name: CheckpointName) -> bool:
 
 
 def unpin(storage: Storage, name: CheckpointName) -> bool:
-    """It stays no longer than others; False: it was not pinned."""
+    """Unpins a checkpoint; whether it was pinned."""
     was_pinned = storage.size(_pin(name)) is not None
     storage.remove([_pin(name)])
     return was_pinned
 
 
 def pinned(storage: Storage) -> set[CheckpointName]:
-    """Checkpoints that are pinned."""
+    """The names of pinned checkpoints; some may not exist."""
     found = (CheckpointName.parse(name) for name in _below(storage, PINS))
     return {name for name in found if name is not None}
 
 
 def hold(storage: Storage, reader: str) -> None:
-    """A restart reads here: until it lets go, or a run claims the place, no checkpoint is removed or replaced. It
-    must look for what is ``voided`` behind this, and not read that."""
+    """Marks that a restart reads: no checkpoint is removed or replaced until ``let_go``, or until a run claims the
+    storage. The restart must call ``voided`` after this, and not read those."""
     storage.put(f"{READERS}/{reader}", READS)
 
 
 def let_go(storage: Storage, reader: str) -> None:
-    """The restart has read what it needs."""
+    """Removes the mark of ``hold``."""
     storage.remove([f"{READERS}/{reader}"])
 
 
 def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
-    """No restart takes these any more: they are about to be removed."""
+    """Marks checkpoints void: no restart reads them, and they may be removed."""
     for snapshot in snapshots:
         storage.put(_void(snapshot), b"void\n")
 
 
 def read_manifest(storage: Storage, name: CheckpointName) -> StoredSnapshot:
-    """Of a committed snapshot.
+    """Reads the manifest of a checkpoint.
 
     Raises:
-        StorageError: it is damaged, or of another iteration; or storage fails.
+        StorageError: it is missing, damaged, or of another iteration; or storage fails.
     """
     stored = StoredSnapshot.decode(storage.read(name.manifest), f"{storage.where}/{name.manifest}")
     if stored.snapshot.iteration != name.iteration:
@@ -128,43 +128,43 @@ def read_manifest(storage: Storage, name: CheckpointName) -> StoredSnapshot:
 
 
 def voided(storage: Storage) -> set[SnapshotId]:
-    """What ``void`` was told; some of it may be gone."""
+    """The snapshots marked void; some may be removed already."""
     return void_of(_below(storage, VOID))
 
 
 def void_of(names: Iterable[str]) -> set[SnapshotId]:
-    """What is void where the folder ``VOID`` has objects of these ``names``."""
+    """The snapshots marked by objects of these ``names`` in the folder ``VOID``."""
     found = set()
     for name in names:
         try:
             found.add(SnapshotId.parse(name))
         except ValueError:
-            continue  # of somebody else
+            continue  # not written by ftckpt
     return found
 
 
 def forget_void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
-    """These count again, or are gone."""
+    """Removes void marks."""
     storage.remove([_void(snapshot) for snapshot in snapshots])
 
 
 def set_aside(storage: Storage, iteration: int, stored: StoredSnapshot | None) -> None:
-    """Let the checkpoint that has the place of another branch's stay, under the name of its generation; the caller
-    commits its own there next. None: what is there cannot be read.
+    """Renames the checkpoint of ``iteration`` after its generation: the caller replaces its manifest by that of
+    another branch. ``stored`` is its manifest, None if unreadable: then it is not preserved.
 
     Raises:
-        StorageError: it cannot be read and is pinned, or storage fails.
+        StorageError: it is unreadable and pinned, or not ftckpt's; or storage fails.
     """
     name = CheckpointName(iteration)
     is_pinned = name in pinned(storage)
     if stored is None:
         _require_own(storage, name.manifest)
         if is_pinned:
-            text = f"{storage.where}: {name} cannot be read, and is pinned there"
-            raise StorageError(f"{text}; 'ftckpt unpin' makes room for this one", lasting=True)
+            text = f"{storage.where}: {name} cannot be read and is pinned"
+            raise StorageError(f"{text}: 'ftckpt unpin' lets the new checkpoint replace it", lasting=True)
         return
     aside = CheckpointName(iteration, max(1, stored.lineage.generation))
-    # First the name, then the pin: at each instant one of both names has what it had.
+    # New manifest, new pin, then unpin: at each instant the checkpoint is committed and pinned under one name.
     storage.put(aside.manifest, stored.encode())
     if is_pinned:
         storage.put(_pin(aside), b"pinned\n")
@@ -172,30 +172,30 @@ def set_aside(storage: Storage, iteration: int, stored: StoredSnapshot | None) -
 
 
 def _require_own(storage: Storage, name: str) -> None:
-    """Raises StorageError where a manifest that cannot be read was not damaged there, but brought there."""
+    """Raises StorageError unless the unreadable manifest is a damaged one of ftckpt."""
     data = storage.read(name)
     if FORMAT.encode() not in data or files_of(data) is not None:
-        text = "was not written there by ftckpt: move its folder away, for this iteration to come there"
+        text = "was not written by ftckpt: move its folder away"
         raise StorageError(f"{storage.where}/{name}: {text}", lasting=True)
 
 
 def retire(
     storage: Storage, doomed: Mapping[CheckpointName, SnapshotId], newest: int, owns: Callable[[], bool]
 ) -> list[CheckpointName]:
-    """Remove the checkpoints that are ``doomed``; returns what went. Pinned ones stay, and all where a restart reads.
+    """Removes the ``doomed`` checkpoints; returns those removed. Pinned ones stay; while a restart reads, all stay.
 
     Args:
-        newest: the iteration to go on from, which is none of them.
-        owns: whether the place is the caller's yet; asked right before each removal, as the answer may have changed.
-            Who stands still between the answer and the removal for so long that another run claims the place,
-            restores and commits the same iteration takes its manifest: storage that knows no conditions for removals
-            leaves that, and no other way to lose a checkpoint. All other names have their lineage in them.
+        newest: the newest iteration, not doomed, which ``latest`` is to name.
+        owns: whether the claim is still the caller's; called before each removal. Storage has no conditional removal:
+            if the caller stalls between this check and the removal while another run claims the storage, restores
+            and commits the same iteration, it removes that run's manifest. This is the only way to lose a
+            checkpoint, as all other names contain their lineage.
     """
     name_latest(storage, newest)
     stay = pinned(storage)
     going = {} if readers(storage) else {name: one for name, one in doomed.items() if name not in stay}
     void(storage, going.values())
-    # Once more, after the last of the marks: who has pinned one or begun to read meanwhile has seen none.
+    # Read again after the void marks: a process that has pinned or started to read meanwhile has not seen them.
     stay, read, gone = pinned(storage), readers(storage), list[CheckpointName]()
     for name, snapshot in sorted(going.items()):
         if read or name in stay:
@@ -209,30 +209,30 @@ def retire(
 
 
 def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None:
-    """Remove a checkpoint: its manifest, and the files that this names. Killed at any instant it is there or not,
-    never half; ``commit.sweep`` removes what a kill leaves.
+    """Removes a checkpoint: its manifest, then its files, so that after a kill it is either committed or absent;
+    ``commit.sweep`` removes leftover files.
 
     Raises:
-        StorageError: it is the only whole one, or another is there by now; or storage fails.
+        StorageError: it is the only checkpoint, or another has its name now; or storage fails.
     """
     every = checkpoints(storage)
-    # A kill while it was set aside leaves it two names.
+    # A kill in ``set_aside`` leaves it with two names.
     beside = (one for one in every if one.iteration == name.iteration)
     names = [name, *(one for one in beside if snapshot_of(storage, one) == snapshot)]
     others = [one for one in every if one not in names]
     if not others:
-        raise StorageError(f"{storage.where}: {name} is the only whole checkpoint", lasting=True)
+        raise StorageError(f"{storage.where}: {name} is not removed: it is the only checkpoint", lasting=True)
     stored, folder = read_manifest(storage, name), folder_of(name.iteration)
     if stored.snapshot != snapshot:
-        raise StorageError(f"{storage.where}: {name} is of another branch of the job by now", lasting=True)
+        raise StorageError(f"{storage.where}: {name} is now of another branch of the job", lasting=True)
     if latest(storage) == name.iteration and all(one.iteration != name.iteration for one in others):
         name_latest(storage, others[0].iteration)
-    storage.remove(sorted({one.manifest for one in names}))  # first: from here on it is none
+    storage.remove(sorted({one.manifest for one in names}))  # first: this makes it absent
     storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
 
 
 def snapshot_of(storage: Storage, name: CheckpointName) -> SnapshotId | None:
-    """What a checkpoint is of; None: its manifest cannot be read, or is gone."""
+    """The snapshot of a checkpoint; None if its manifest is unreadable or missing."""
     try:
         return read_manifest(storage, name).snapshot
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""The file of a shard on storage, compressed or not: any part of it, proven when it is read."""
+"""Reads and verifies parts of a shard's file on storage, compressed or not."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
 
 _TRIES = 3
-"""Of reading a part whose bytes are not right: what came over a network may be right the next time."""
+"""Reads of a part whose checksum does not match: corruption in transit may not repeat."""
 
 
 class ShardFile:
-    """A file of which ``entry``, in the manifest, says what each part must be. Any thread may read.
+    """A shard's file, verified against its ``entry`` in the manifest. Any thread may read.
 
     Args:
-        where: names it in errors.
-        shard: whose it must be.
-        read: so many bytes of the file, from an offset on.
-        read_into: fills memory, one after the other, from an offset on; by ``read`` where it is not given.
+        where: the file's name in errors.
+        shard: the expected shard.
+        read: reads from an offset, given a size.
+        read_into: reads from an offset into buffers, one after the other; None: ``read`` is used.
 
     Raises:
-        DamagedError: its header is not that of the shard in the manifest.
-        StorageError: it is of another version, or ``read`` fails.
+        DamagedError: the header is not that of the shard in the manifest.
+        StorageError: the file is of another version, or ``read`` fails.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ShardFile:
         self._where = where
         self._read, self._read_into = read, read_into
         try:
-            # Of a length that is damaged nothing is read: it may be that of the whole file, for each rank.
+            # ``header_bytes`` refuses a damaged length: each rank might read the entire file otherwise.
             self.image = image = parse_image(read(0, min(header_bytes(read(0, 8)), entry.nbytes)))
         except CorruptError as error:
             raise DamagedError(f"{where}: {error}") from None
@@ -53,24 +53,24 @@ class ShardFile:
             objects = Span(image.objects.begin, image.objects.begin + entry.objects_used)
             self._spans, self._runs = [*image.chunks, objects], None
         else:
-            # Behind the header, one behind the other.
+            # Frames follow the header without gaps.
             self._spans = [Span(*ends) for ends in pairwise(accumulate(entry.frames.tolist()))]
             self._runs = runs_of(image, entry.objects_used)
 
     def chunk(self, number: int) -> Buffer:
-        """A chunk of the image.
+        """Reads and verifies a chunk of the image.
 
         Raises:
-            DamagedError: it is not what it was when its checksum was taken.
+            DamagedError: its checksum does not match.
             StorageError: it cannot be read.
-            ConfigError: nothing that unpacks it is installed.
+            ConfigError: zstandard is not installed.
         """
         return self._proven(number)
 
     def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
-        """Fill ``landings``, ascending and apart from each other, from a chunk; raises as ``chunk`` does.
+        """Fills ``landings``, ascending and disjoint, from a chunk; raises as ``chunk`` does.
 
-        What is not packed is proven where it has landed: where this raises, the landings have what it is.
+        An uncompressed chunk is verified after it is read into ``landings``: after an error they have corrupt bytes.
         """
         span, read_into = self.image.chunks[number], self._read_into
         if read_into is None or self._runs is not None:
@@ -90,11 +90,11 @@ class ShardFile:
         self._prove(number, bring)
 
     def stored_bytes(self, number: int) -> int:
-        """What of the file a chunk takes."""
+        """The size of a chunk in the file."""
         return self._spans[number].nbytes
 
     def objects(self) -> Buffer:
-        """The objects in use; raises as ``chunk`` does."""
+        """Reads and verifies the objects in use; raises as ``chunk`` does."""
         return self._proven(-1)
 
     def _proven(self, part: int) -> Buffer:
@@ -105,7 +105,7 @@ class ShardFile:
         return data if self._runs is None else decompress(data, self._runs[part])
 
     def _prove(self, part: int, bring: Callable[[], Sequence[Buffer]]) -> Sequence[Buffer]:
-        """What ``bring`` gives, which one after the other must be the part; it is tried again where it is not."""
+        """Calls ``bring`` until its buffers together have the part's checksum, at most ``_TRIES`` times."""
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):
             try:

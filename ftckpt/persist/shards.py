@@ -1,9 +1,8 @@
-"""A snapshot on storage: a file for each shard, and the manifest that makes them one. Pure; ``FORMAT.md``.
+"""A snapshot on storage: a file per shard, and a manifest. Pure; ``FORMAT.md`` specifies it.
 
-The file of a shard is the image of its slot: header, chunks and objects as they lie in memory, so that nothing is
-gathered, cast or cut anew to write it, and what memory has lost of a snapshot is taken from storage chunk by chunk;
-``compression`` packs each chunk of it.
-Left out is what the slot holds of other shards to protect them.
+A shard's file is the image of its slot: header, chunks and objects as in memory. Writing it needs no gather, cast or
+other division into chunks, and a restart can take single chunks that memory has lost from storage. ``compression``
+compresses each chunk. Parity and copies of other shards are omitted.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ VERSION = 2
 """Raised whenever a reader of the previous version would misread a snapshot on storage."""
 
 PIECE_BYTES = 1 << 20
-"""What is hashed and handed on at a time: it stays in the core's cache from one to the other."""
+"""Bytes hashed and written at a time: few enough to stay in the core's cache in between."""
 
 _OWN = ("private", "shared")
 _ZEROS = bytes(PIECE_BYTES)
 
 
 class ShardImage(NamedTuple):
-    """The image of a shard's file, and which chunk of the slot each of its own is."""
+    """The image of a shard's file, and the slot's chunk number for each of its chunks."""
 
     image: SlotImage
     chunks: tuple[int, ...]
 
     @classmethod
     def of(cls, slot: SlotImage) -> ShardImage:
-        """Of a shard that lies in a slot of this image."""
+        """The file image of a shard in a slot of image ``slot``."""
         manifest, kept = slot.manifest, [section for section in slot.sections if section.kind in _OWN]
         if len(kept) == len(slot.sections):
             return cls(slot, tuple(range(len(slot.chunks))))
-        # What protects others stands behind what is the shard's own.
+        # Sections that protect other shards follow the shard's own.
         sections = tuple(section for section in manifest.sections if section.kind in _OWN)
         count = sum(section.fragments for section in sections)
         stripped = replace(manifest, stepped=manifest.stepped[:count], sections=sections)
@@ -58,8 +57,8 @@ class ShardImage(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One shard's file: its name beside the manifest, bytes, xxh3-64 of all of it as 16 hex digits, and what of it
-    is proven chunk by chunk: xxh3-64 of each, of the objects in use, and the digest of the shard's own manifest."""
+    """One shard's file: its name in the checkpoint's folder, size, xxh3-64 as 16 hex digits, the digest of the
+    shard's own manifest, and for partial reads the xxh3-64 of each chunk and of the objects in use."""
 
     file: str
     nbytes: int
@@ -69,13 +68,13 @@ class StoredShard:
     objects_hash: int
     chunk_hashes: Hashes
     frames: Hashes | None = None
-    """Of a compressed file the bytes of the header, of the frame of each chunk, and of that of the objects."""
+    """The sizes of a compressed file's header, of each chunk's frame, and of the objects' frame."""
     spare_bytes: int = 0
-    """At the end of the file, room that objects do not use: no restart reads it."""
+    """Unused space for objects at the end of the file: no restart reads it."""
 
     @property
     def needed_bytes(self) -> int:
-        """Of the file from its begin, what a restart reads at most."""
+        """The first bytes of the file, beyond which no restart reads."""
         return self.nbytes - self.spare_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -90,11 +89,11 @@ class StoredShard:
         frames = _to_u64s(entry["frames"]) if "frames" in entry else None
         file, checksum, digest = (str(entry[name]) for name in ("file", "checksum", "digest"))
         nbytes, used, objects_hash = (int(entry[name]) for name in ("nbytes", "objects_used", "objects_hash"))
-        spare = int(entry.get("spare_bytes", 0))  # earlier versions did not write it
+        spare = int(entry.get("spare_bytes", 0))  # absent in manifests of earlier versions
         if min(nbytes, used, objects_hash, spare, nbytes - spare) < 0:
-            raise ValueError(f"{file}: a size that cannot be")
+            raise ValueError(f"{file}: an impossible size")
         if frames is not None and (len(frames) != len(hashes) + 2 or sum(frames.tolist()) != nbytes):
-            raise ValueError(f"{file}: its frames are not what is in it")
+            raise ValueError(f"{file}: its frames do not match its chunks or size")
         return cls(file, nbytes, checksum, digest, used, objects_hash, hashes, frames, spare)
 
     def is_of(self, image: SlotImage) -> bool:
@@ -109,10 +108,8 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """All that a reader must know of a snapshot on storage, with the lineage under which it was taken.
-
-    ``name`` is that of the checkpoint where it was read, as ``ftckpt list`` prints it.
-    """
+    """The manifest of a checkpoint. ``lineage``: that of the snapshot when it was taken. ``name``: that of the
+    checkpoint, as ``ftckpt list`` prints it."""
 
     snapshot: SnapshotId
     job: str
@@ -126,7 +123,7 @@ class StoredSnapshot:
         return sum(shard.nbytes for shard in self.shards.values())
 
     def encode(self) -> bytes:
-        """JSON for people, ending in a line feed. Equal snapshots give equal bytes."""
+        """Indented JSON that ends in a line feed. Equal snapshots give equal bytes."""
         value: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -151,8 +148,8 @@ class StoredSnapshot:
             value: dict[str, Any] = json.loads(data)
             if not isinstance(value, dict) or value.get("format") != FORMAT:
                 raise StorageError(
-                    f"{where}: is no manifest of a snapshot: its format is not {FORMAT!r}; beside what others load "
-                    "snapshots lie in the folder 'ftckpt'",
+                    f"{where}: is no manifest of a snapshot: its format is not {FORMAT!r}; next to exports, "
+                    "snapshots are in the folder 'ftckpt'",
                     lasting=True,
                 )
             if value["version"] != VERSION:
@@ -172,7 +169,7 @@ class StoredSnapshot:
 
 
 def files_of(manifest: bytes) -> frozenset[str] | None:
-    """The files that a manifest names; None: it is damaged, or of another version."""
+    """The files named by a manifest; None if it is damaged or of another version."""
     try:
         return frozenset(shard.file for shard in StoredSnapshot.decode(manifest, "").shards.values())
     except StorageError:
@@ -180,13 +177,12 @@ def files_of(manifest: bytes) -> frozenset[str] | None:
 
 
 def contents(shard: ShardImage, slot: SlotImage, data: memoryview, stored: StoredShard) -> Iterator[memoryview]:
-    """The bytes of a shard's file, from ``data``, all of a slot of image ``slot``, in pieces of at most
-    ``PIECE_BYTES``.
+    """The bytes of a shard's file in pieces of at most ``PIECE_BYTES``, from ``data``, a slot of image ``slot``.
 
-    What has a checksum in ``stored`` is compared with it as it goes by: each byte is read once.
+    Checksums in ``stored`` are verified on the way: each byte is read once.
 
     Raises:
-        CorruptError: bytes are not what they were; those before it were given out.
+        CorruptError: a checksum does not match; the pieces up to there have been yielded.
     """
     image, name = shard.image, shard.image.manifest.shard
     yield from _pieces(memoryview(image.header))
@@ -208,7 +204,7 @@ def _proven(chunk: memoryview, expected: int, name: str) -> Iterator[memoryview]
         digest.update(piece)
         yield piece
     if digest.intdigest() != expected:
-        raise CorruptError(f"{name} is not what it was when its checksum was taken")
+        raise CorruptError(f"{name} does not match its checksum")
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:
@@ -231,5 +227,5 @@ def _to_u64s(text: str) -> Hashes:
 
 
 def _checksum(value: Mapping[str, Any]) -> str:
-    """Of the JSON without the checksum: sorted keys, no blanks, ASCII."""
+    """The checksum of a manifest's JSON without the checksum itself: sorted keys, no spaces, ASCII."""
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())

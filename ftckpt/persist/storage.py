@@ -18,93 +18,93 @@ from ftckpt.errors import StorageError
 T = TypeVar("T")
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,119}")
-"""Of a name. A file's may have 255 bytes; one that is being written has the host and the process in it, too."""
+"""A part of a name: short enough for a temporary file's name, with host and process, within 255 bytes."""
 _MOST_PARTS = 16
 
 
 class ObjectEntry(NamedTuple):
-    """What a listing tells: the name, and the size in bytes."""
+    """An object in a listing: its name and size."""
 
     name: str
     nbytes: int
 
 
 class Storage(ABC):
-    """Objects below one place. Names are parts joined by slashes; a part begins with a letter or a digit and has
-    letters, digits and ``. _ = -`` behind. Any thread may call any method.
+    """Objects below one place. Names are parts joined by slashes; a part starts with a letter or a digit, followed by
+    letters, digits and ``. _ = -``. Any thread may call any method.
 
-    All methods raise StorageError, whose ``lasting`` says whether trying again is of no use.
+    All methods raise StorageError; its ``lasting`` is true if a retry is useless.
     """
 
     where: str
-    """As the user wrote it."""
+    """The place as the user wrote it."""
 
     def put(self, name: str, data: Buffer) -> None:
-        """Write a small object, over the one of this name: at each instant readers find the old one or the new."""
+        """Writes a small object and replaces any of this name: readers find the old one or the new one."""
         self.write(name, [data])
 
     @abstractmethod
     def create(self, name: str, data: Buffer) -> bool:
-        """Write a small object if there is none of this name; False: there is one, which stays as it is.
+        """Writes a small object unless one of this name exists; whether it was written.
 
-        Of several that do so at the same time one is told True, on stores that know conditions and file systems that
-        know hard links. On others, and on some that only say that they do, it can be several: whoever relies on it
-        must survive that the last one wins.
+        Of concurrent callers one gets True, on stores with conditional writes and file systems with hard links. On
+        others, and on some that only claim to have them, several may, and the last one wins: callers must tolerate
+        that.
         """
 
     @abstractmethod
     def write(self, name: str, chunks: Iterable[Buffer]) -> int:
-        """Write an object of any size; returns its bytes. Each chunk is asked for when there is room for it, and is
-        not kept. An error that ``chunks`` raises is raised, and nothing is written."""
+        """Writes an object of any size; returns its size. Chunks are requested one by one and not retained. An error
+        of ``chunks`` is raised, and then no object is written."""
 
     @abstractmethod
     def read(self, name: str, begin: int = 0, nbytes: int | None = None) -> bytes:
-        """``nbytes`` from ``begin`` on, or all. StorageError too where the object has fewer."""
+        """Reads ``nbytes`` from ``begin``, or all. Raises StorageError also if the object has fewer."""
 
     def read_into(self, name: str, begin: int, memories: Sequence[memoryview]) -> None:
-        """Fill ``memories``, of bytes, one after the other from byte ``begin`` on. StorageError too where the object
-        has fewer."""
+        """Reads from byte ``begin`` into ``memories``, one after the other. Raises StorageError also if the object
+        has fewer bytes."""
         data = memoryview(self.read(name, begin, sum(map(len, memories))))
         for memory in memories:
             memory[:], data = data[: len(memory)], data[len(memory) :]
 
-    def read_ahead(self, name: str, nbytes: int) -> None:  # noqa: B027 - what gains nothing by it does nothing
-        """The first ``nbytes`` will be read soon: have them brought nearer meanwhile, where that is of use. Takes no
-        memory that the system could not take back, and raises nothing."""
+    def read_ahead(self, name: str, nbytes: int) -> None:  # noqa: B027 - optional: does nothing by default
+        """Prefetches the first ``nbytes``, if the storage can, into memory that the system can reclaim. Raises
+        nothing."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of an object; None where there is none."""
+        """The size of an object; None if it does not exist."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """All objects whose name is below ``prefix``, a name without its last parts; in no order."""
+        """All objects below ``prefix``, the first parts of a name, in no order."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Removes objects; missing ones are no error."""
 
     @abstractmethod
     def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
-        """What writers that were killed have left and ``list`` does not tell, for ``discard``.
+        """Partial writes of killed writers, which ``list`` omits, for ``discard``.
 
         Args:
-            is_active: whether what begins with this name may be being written now: it is not told.
+            is_active: whether an object whose name starts like this may be being written: then it is omitted.
         """
 
     @abstractmethod
     def discard(self, unfinished: Sequence[str]) -> None:
-        """Remove what ``unfinished`` has told."""
+        """Removes what ``unfinished`` has returned."""
 
     def _check(self, name: str) -> str:
         parts = name.split("/")
         if len(parts) > _MOST_PARTS or not all(map(PART.fullmatch, parts)):
-            raise StorageError(f"{self.where}: {name!r} is no name of an object", lasting=True)
+            raise StorageError(f"{self.where}: {name!r} is not a valid name of an object", lasting=True)
         return name
 
 
 def patiently(action: Callable[[], T], within_secs: float) -> T:
-    """``action``, again and again where storage fails in a way that may pass; raises its error after the time."""
+    """Calls ``action`` and retries errors that are not lasting, for ``within_secs``; then raises the last one."""
     deadline, pause_secs = time.monotonic() + within_secs, 0.5
     while True:
         try:

@@ -511,7 +511,7 @@ def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration_and_wait_for
     assert all(result == results[0] for result in results), results
     iteration, text = results[0]
     assert iteration > 4 and "flush of iteration" in text
-    assert re.search(rf"node n[01]: --ftckpt-persist: {persisting['persist']}: is not there", text), text
+    assert re.search(rf"node n[01]: --ftckpt-persist: {persisting['persist']}: does not exist", text), text
 
 
 def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any], place: Path) -> tuple[int, str]:
@@ -786,7 +786,7 @@ def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
     assert main(command) == 0, "one that has ended in order leaves what it was told to the next"
     end_smp(node_dir, 20.0)
     (node_dir / SMP_STATE_NAME).unlink()
-    assert main(command) == 2 and "node n1: no SMP has been told what lies there" in capsys.readouterr().err
+    assert main(command) == 2 and "node n1: no SMP has a description of the arenas" in capsys.readouterr().err
 
 
 def test_what_a_job_without_storage_left_is_saved_from_memory(
@@ -822,7 +822,7 @@ def test_a_place_that_is_full_at_the_start_is_written_to_when_it_is_not(
             told = Path(persisting["events"])
             until(
                 lambda: any(
-                    "not claimed it yet" in one["error"] for one in read_events(told, "storage_fails", of="smp-*")
+                    "not yet by this one" in one["error"] for one in read_events(told, "storage_fails", of="smp-*")
                 ),
                 secs=30,
             )

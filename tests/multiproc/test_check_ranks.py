@@ -140,8 +140,8 @@ def test_a_port_that_a_firewall_drops(arena_root: Path, tmp_path: Path) -> None:
     assert code == 1 and {rank: {name for name, one in found.items() if one["state"] == FAILED}
                           for rank, found in ranks.items()} == {"0": {"from node1"}, "1": set()}, table  # fmt: skip
     failed = ranks["0"]["from node1"]
-    assert re.match(r"node0 gets nothing from node1 at 127\.0\.0\.1:[0-9]+: ", failed["text"]), failed
-    assert "let firewalls between nodes pass TCP to ports 20000 to 28999" in failed["remedy"]
+    assert re.match(r"node0 receives nothing from node1 at 127\.0\.0\.1:[0-9]+: ", failed["text"]), failed
+    assert "open TCP ports 20000 to 28999" in failed["remedy"]
     assert "--ftckpt-smp-listen" in failed["remedy"] and failed["remedy"] in table
     assert ranks["1"]["from node0"]["state"] == PASSED and re.search("FAILED +network +from node1", table)
 
@@ -168,7 +168,7 @@ def test_a_rank_whose_device_fails_waits_for_the_others(arena_root: Path, tmp_pa
 def test_a_rank_that_tells_nothing(arena_root: Path, tmp_path: Path) -> None:
     code, table, ranks = checked(tmp_path, 2, "silent", "check", "--arena", str(arena_root), "--network", begin=NODES)
     assert code == 1 and ranks.keys() == {"0"}
-    assert ranks["0"]["told nothing"]["text"] == "1 of 2 ranks told nothing: 1, of node1" and "told nothing" in table
+    assert ranks["0"]["told nothing"]["text"] == "1 of 2 ranks sent nothing: 1, of node1" and "told nothing" in table
 
 
 def test_ranks_that_do_not_meet(

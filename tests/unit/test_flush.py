@@ -279,7 +279,7 @@ def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.
         Path(job.where, name).unlink()
     job.flush(7)
     job.smps[0].start()
-    until(lambda: any("somebody else" in told["error"] for told in job.smps[0].events.of("storage_fails")))
+    until(lambda: any("another program" in told["error"] for told in job.smps[0].events.of("storage_fails")))
     job.smps[1].start()
     job.settled(7)
     job.check(FileStorage(job.where), 7)

@@ -266,7 +266,7 @@ def test_the_page_has_all_sections_and_says_what_is_missing(logs: RunLogs) -> No
     text = html(logs)
     for title, words in (
         ("Losses", "None were found"), ("Restarts", "None: the run has 0 attempts"),
-        ("Training blocked", "No snapshot was taken"), ("Ages", "show no snapshot that all ranks had"),
+        ("Training blocked", "No snapshot was taken"), ("Ages", "show no committed snapshot"),
         ("Protection", "The events show none"), ("One iteration", "have no timeline"),
         ("Warnings", "None"), ("Conditions", "not in the events"),
     ):  # fmt: skip

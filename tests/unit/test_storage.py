@@ -451,7 +451,7 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
 def test_places_that_cannot_be_used_are_named_with_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for where, word in (
-        (str(tmp_path / "none"), "is not there: a wrong path, or"), (str(tmp_path / "file"), "is no directory"),
+        (str(tmp_path / "none"), "does not exist: a wrong path, or"), (str(tmp_path / "file"), "is not a directory"),
         ("ftp://host/folder", "ftp://host/folder"),
     ):  # fmt: skip
         with raises(StorageError, "--ftckpt-persist", word):
