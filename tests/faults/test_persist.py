@@ -373,7 +373,7 @@ def test_what_memory_has_of_later_is_given_up_only_for_what_storage_gives(
     if fails == "storage":
         for iteration in there:
             damaged(going_on, iteration, "dp1")
-        with pytest.raises(RankFailure, match="was whole and cannot be restored"):
+        with pytest.raises(RankFailure, match="was committed and cannot be restored"):
             run_ranks(restored, 4, going_on)
     elif fails == "room":
         with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room"):
