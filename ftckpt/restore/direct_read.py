@@ -42,8 +42,8 @@ class SlotAge(NamedTuple):
 
 
 class ReadEstimate(NamedTuple):
-    """The planned read of one rank: its bytes, the stored bytes of the shards that it opens for all ranks, whether all
-    sources are ``near`` (on its node, or on storage), and the slot states of these shards."""
+    """The planned read of one rank: its bytes, the stored bytes of the shards that it opens for all ranks, whether
+    all sources are ``near`` (on its node, or on storage), and the slot states of these shards."""
 
     nbytes: int
     there_bytes: int

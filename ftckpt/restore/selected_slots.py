@@ -39,8 +39,8 @@ Needs = list[tuple[Piece, Fragment]]
 
 
 class SelectedSlots:
-    """The slots of one decision; none if that is None. Each rank calls ``describe``, then ``join`` with the results of
-    all ranks, then the other methods.
+    """The slots of one decision; none if that is None. Each rank calls ``describe``, then ``join`` with the results
+    of all ranks, then the other methods.
 
     ``coming``: the pending load that reads the bytes; None: they are verified and read from the arenas.
     """
