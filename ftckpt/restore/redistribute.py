@@ -148,8 +148,8 @@ def exchange(
 ) -> None:
     """Send and receive streams, by destination and source rank. Collective: both sides pass the same streams.
 
-    ``meanwhile`` is other work of this rank: one item is done between messages, the rest before the end. ``landed`` is
-    called with the size of each received message once its bytes are in place.
+    ``meanwhile`` is other work of this rank: one item is done between messages, the rest before the end. ``landed``
+    is called with the size of each received message once its bytes are in place.
 
     Raises:
         RuntimeError: a rank has exited, or does not answer within the deadline of ``group``.
@@ -262,7 +262,7 @@ def _unpack(data: torch.Tensor, strips: Sequence[Strip]) -> None:
 
 
 def name_of(place: bytes, copies: Iterable[StridedCopy]) -> Name:
-    """The identifier of the bytes that ``copies`` read, in their order, from the source ``place`` (canonical text)."""
+    """The identifier of the bytes that ``copies`` read, in order, from the source ``place`` (canonical text)."""
     digest = xxhash.xxh3_128(place)
     for copy in copies:
         loops = (copy.source, len(copy.shape), *copy.shape, *copy.source_strides)
