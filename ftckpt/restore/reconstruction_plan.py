@@ -58,7 +58,7 @@ def assess(
     shield: SnapshotProtection,
     bad_blocks: Collection[BlockId],
 ) -> Rebuild | tuple[str, ...]:
-    """The plan that completes ``candidate`` from its protection ``shield``, or the reasons why there is none, by shard.
+    """The plan that completes ``candidate`` from its protection ``shield``, or a reason per shard why there is none.
 
     ``bad`` slots and ``bad_blocks`` of parity failed verification.
     """

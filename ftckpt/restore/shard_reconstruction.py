@@ -119,8 +119,8 @@ class ShardReconstruction:
         self._begin()
 
     def put(self, chunk: int, begin: int, data: Bytes) -> None:
-        """Write ``data`` at byte ``begin`` of ``chunk``, from any thread; bytes past the chunk's end are padding of the
-        stripe and dropped.
+        """Write ``data`` at byte ``begin`` of ``chunk``, from any thread; bytes past the chunk's end, padding of the
+        stripe, are dropped.
 
         Raises:
             MemoryBudgetError: no free memory.
