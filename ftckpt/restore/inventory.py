@@ -418,7 +418,7 @@ def _lineages(reports: Sequence[ArenaReport]) -> dict[bytes, Layout]:
             differing = layouts_differ(other.layout, report.layout)
             if differing:
                 raise MismatchError(
-                    f"arenas {other.name} of node {other.node} and {report.name} of node {report.node} hold "
+                    f"arenas {other.name} of node {other.node} and {report.name} of node {report.node} have "
                     f"snapshots of one lineage in two layouts ({', '.join(differing)}): one of them is not of this "
                     "job; remove it, or all with 'ftckpt clean JOB'"
                 )

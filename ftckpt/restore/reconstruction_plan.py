@@ -139,10 +139,10 @@ def _state(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption]) -
         parts += some.parts
         return f"{', '.join(parts)} are corrupt" if parts else "its slot is corrupt"
     if candidate.homes[shard] not in candidate.nodes:
-        return "its node's arenas are gone"
+        return "its node's arenas are lost"
     if not candidate.ranks and shard not in candidate.arenas:
-        return "its arena is gone"
-    return "its arena does not hold it"
+        return "its arena is lost"
+    return "its arena does not have it"
 
 
 def _reason(

@@ -38,7 +38,7 @@ BATCH_BYTES = 64 << 20
 _PATIENCE_SECS = 5.0
 """Wait for the SMP to unmap freed files before snapshots are evicted."""
 
-_STILL_BAD = Corruption(reason="does not verify after its repair")
+_STILL_BAD = Corruption(reason="fails verification after its repair")
 
 Usage = dict[str, dict[str, int]]
 """Source of reconstructed or fetched chunks → chunks and bytes."""
@@ -194,7 +194,7 @@ class Repairer:
         by_level = levels(self._rebuild.repairs)
         mine = together(self._group, lambda: [[self._task(r) for r in level if self._own(r)] for level in by_level])
         total = sum(task.out_bytes for tasks in mine for task in tasks)
-        progress = Progress(f"rank {self._group.rank} rebuilds {', '.join(list(self._builds)[:3])}")
+        progress = Progress(f"rank {self._group.rank} reconstructs {', '.join(list(self._builds)[:3])}")
         for tasks in mine:
             wrong: list[RepairTask] = []
             batched = batches(tasks, BATCH_BYTES)
@@ -383,7 +383,7 @@ def _free(
 ) -> None:
     freed_bytes = give_up(arenas, snapshots)
     events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=newer)
-    events.announce(f"evicted {human(freed_bytes)} that no restart needs, to reconstruct iteration {iteration}")
+    events.announce(f"evicted {human(freed_bytes)} of snapshots that no restart needs, to reconstruct iteration {iteration}")
     # Deleted files count as free only once nothing maps them: an error is better now than during reconstruction.
     require(node_dir, total.now_bytes)
 

@@ -410,15 +410,15 @@ class Restart:
     def _decided_anew(self) -> Decision:
         """The decision that replaces the pending load."""
         decide, self._decide = self._decide, None
-        assert decide is not None, "set where something is coming"
+        assert decide is not None, "set with a pending load"
         decision = decide()
-        assert decision is not None, "a search that overlaps finds something, or raises"
+        assert decision is not None, "this search returns a decision, or raises"
         self.void_newer(decision)
         return decision
 
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         begin, coming, chosen = time.perf_counter(), self._coming, self._chosen
-        assert chosen is not None, "behind void_newer"
+        assert chosen is not None, "set by void_newer"
         pieces = [*described.stepped, *described.volatile]
         brought = None
         if not decision.ranks:

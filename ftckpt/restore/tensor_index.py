@@ -375,8 +375,8 @@ def decode_contents(data: bytes, sources: Mapping[str, SlotAt], readers: Mapping
 def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str | None) -> Index:
     """The index of the fragments that ``pieces`` need; an entry's source is the index of one of ``slots``.
 
-    Private fragments of the shard ``own`` have its private keys. Without ``own``, those of all shards have the model's
-    keys, and of equal ones only the first is used, so that all ranks read the same.
+    Private fragments of the shard ``own`` have its private keys. Without ``own``, those of all shards have the
+    model's keys, and of equal ones only the first is used, so that all ranks read the same.
 
     Raises:
         CorruptError: a table cannot be read.
