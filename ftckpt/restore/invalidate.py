@@ -56,7 +56,7 @@ def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
 
 
 def _void_slots(control: ControlBlock, newest: int) -> bool:
-    """Invalidate slots with newer snapshots, and unsealed ones; whether there was a newer snapshot."""
+    """Invalidate slots with newer snapshots, and unsealed ones; returns whether there was a newer snapshot."""
     snapshots = [control.record(index).snapshot for index in range(control.slots)]
     for index, snapshot in enumerate(snapshots):
         # None: a torn record, or a slot being written; neither may become valid later.

@@ -383,7 +383,7 @@ def _free(
 ) -> None:
     freed_bytes = give_up(arenas, snapshots)
     events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=newer)
-    events.announce(f"evicted {human(freed_bytes)} of snapshots that no restart needs, to reconstruct iteration {iteration}")
+    events.announce(f"evicted {human(freed_bytes)} of unneeded snapshots to reconstruct iteration {iteration}")
     # Deleted files count as free only once nothing maps them: an error is better now than during reconstruction.
     require(node_dir, total.now_bytes)
 

@@ -171,7 +171,7 @@ class Restart:
 
     def _adopt_head(self, seen: SurveyResult) -> bool:
         """Invalidate snapshots of abandoned branches, of a node that was away or was killed before it recorded the
-        head, before anything is reconstructed; whether a node may have some."""
+        head, before anything is reconstructed; returns whether a node may have some."""
         if all(one.lineage == seen.head for one in seen.memory if one.lineage.branches):
             return False
 
@@ -184,7 +184,7 @@ class Restart:
         return True
 
     def _requests_since(self, request: Request, seen: SurveyResult) -> Request:
-        """The requests that this start has to fulfil; a rollback is none if there is no snapshot at all."""
+        """The requests that this start has to fulfil; a rollback is ignored if there is no snapshot at all."""
         loaded, new = seen.loaded, request.since(seen.head)
         if loaded.in_training:  # the start before training fulfilled them
             return NO_REQUEST
@@ -271,8 +271,8 @@ class Restart:
         return decision
 
     def _search(self, start: _Start) -> Decision | None:
-        # A pending load may turn out bad after it has overwritten some of the live state: only if the job cannot
-        # continue with that state anyway.
+        # A pending load may turn out bad after it has overwritten some of the live state. So there is none if the job
+        # could continue with that state.
         overlaps = start.new == NO_REQUEST and start.needs_snapshot
         search = Search(
             self._group, self._topology, self._events, self._arenas, shelf=start.shelf,

@@ -226,7 +226,7 @@ class Search:
             return False
         for at in brought:
             findings.damage.pop(at, None)
-        self._good.update(brought)  # every chunk was verified in its slot
+        self._good.update(brought)  # every chunk was verified before it was written
         self._states.update(dict.fromkeys(brought, SlotAge(SlotState.SEALED.name.lower())))
         findings.given_up.pop(snapshot, None)
         self._inventory = self._gather_inventory()
@@ -336,7 +336,7 @@ class Search:
         return shield
 
     def _verify(self, decision: Decision) -> bool:
-        """Verify the decision's slots on all ranks; whether one is newly found bad."""
+        """Verify the decision's slots on all ranks; returns whether one was newly found bad."""
         begin = time.perf_counter()
         mine = self._mine(decision)
         reports = codec.gather(self._group, self._verify_mine(decision.snapshot, mine), SlotFindings)

@@ -96,7 +96,7 @@ class ShardFetch:
     def _look(self, reader: ChunkReader) -> Need:
         for shard in self._mine():
             self._builds[shard] = self._build(self.files.get(shard))
-        # While slots are allocated; after the small reads, which would have to wait for it.
+        # Read ahead while slots are allocated, but after the small reads above, which would wait for it.
         new = [shard for shard, build in self._builds.items() if not build.fix.in_place]
         reader.begin(lambda: self.files.read_ahead(new, _AHEAD_BYTES))
         return Need.of(self._builds.values())
