@@ -47,7 +47,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Query:
-    """A request for the protection of ``snapshot`` and its ``shards`` on all nodes, without which none is chosen."""
+    """A request for the protection of ``snapshot`` on all nodes, without which ``decide`` cannot answer."""
 
     snapshot: SnapshotId
     layout: Layout

@@ -309,7 +309,7 @@ def solve_slice(
     nbytes = task_slice.end - task_slice.begin
 
     def bytes_of(wanted: Input) -> Bytes:
-        # A short chunk that ends before this slice: the code treats it as zeros.
+        # A short chunk that ends before this slice: the erasure code treats it as zeros.
         if wanted.nbytes <= task_slice.begin:
             return np.empty(0, np.uint8)
         if (index, wanted) in received:

@@ -49,7 +49,7 @@ class SlotFile:
     def take(self, chunk: int, landings: Sequence[LoadTarget] = ()) -> int:
         """Read a chunk once and fill ``landings``, ascending and disjoint; returns the xxh3-64 of the chunk.
 
-        The hash is of the bytes in the landings. Raises ArenaError.
+        The hash is computed from the bytes that the landings receive. Raises ArenaError.
         """
         digest = xxhash.xxh3_64()
         for begin, memories in self._batches(self._spans[chunk], landings):
