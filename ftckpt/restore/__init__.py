@@ -1,4 +1,4 @@
-"""From memory back to the device: inventory → choice → rebuild, repair → offers, plan → exchange, load.
+"""Restarts: inventory → decide → reconstruct → plan → read → load.
 
-In: what the arenas of all nodes hold, what the ranks of this start need. Out: live tensors, every byte verified.
+Input: the arenas of all nodes, storage, and the needs of this start's ranks. Output: live tensors, all verified.
 """

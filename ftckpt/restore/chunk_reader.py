@@ -1,4 +1,4 @@
-"""Reads the chunks of one snapshot: each rank its own, in turns with all others."""
+"""Reader of a snapshot's chunks: each rank reads its own, and all report their progress to each other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ftckpt.restore.storage_catalog import ask
 from ftckpt.restore.threads import in_order
 
 READERS = 4
-"""Chunks of a rank that are on their way at a time: storage answers late, and then much at once."""
+"""Chunks of a rank in flight: storage has a high latency and a high bandwidth."""
 
 T = TypeVar("T")
 
 _TURN_SECS = 10.0
-"""After which a rank that reads tells the others that it lives."""
+"""Interval at which reading ranks gather their progress, so that none times out while it waits."""
 
 
 class ShardFiles:
@@ -39,18 +39,18 @@ class ShardFiles:
         self._open: dict[str, ShardFile] = {}
 
     def get(self, shard: str) -> ShardFile:
-        """The file of a shard; raises StorageError where it is not there, or not what it should be."""
+        """The file of a shard; raises StorageError if it is missing or not as expected."""
         if shard not in self._open:
             self._open[shard] = self._opened(shard)
         return self._open[shard]
 
     def read_ahead(self, shards: Collection[str], most_bytes: int) -> None:
-        """Have the first ``most_bytes`` of each file brought near, where storage can."""
+        """Prefetch up to ``most_bytes`` of each file, if the backend can."""
         for shard in shards:
             self._storage.read_ahead(self._name(shard), min(self.stored.shards[shard].needed_bytes, most_bytes))
 
     def _ask(self, action: Callable[[], T]) -> T:
-        """As ``ask``; the error is lasting where storage gives this alone not."""
+        """As ``ask``; the error is lasting if the manifest is readable, so that only this file is not."""
         try:
             return ask(action)
         except StorageError as error:
@@ -67,7 +67,7 @@ class ShardFiles:
         entry, name = self.stored.shards[shard], self._name(shard)
         where = f"{self._storage.where}/{name}"
         if self._ask(lambda: self._storage.size(name)) != entry.nbytes:
-            raise DamagedError(f"{where}: is not there with its {entry.nbytes} bytes")
+            raise DamagedError(f"{where}: is missing, or does not have its {entry.nbytes} bytes")
 
         def read(begin: int, nbytes: int) -> bytes:
             return self._ask(lambda: self._storage.read(name, begin, nbytes))
@@ -79,24 +79,24 @@ class ShardFiles:
 
 
 class Source(Protocol):
-    """One shard."""
+    """One shard in a slot or on storage."""
 
     @property
     def image(self) -> SlotImage: ...
 
     def stored_bytes(self, number: int) -> int:
-        """What is read for a chunk."""
+        """The bytes that are read for a chunk."""
 
     def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
-        """Fill ``landings``, ascending and apart from each other, from a chunk; raises unless it is proven, and they
-        may have what it is then."""
+        """Fill ``landings``, ascending and disjoint, from a chunk; raises if it is corrupt, and may have filled them
+        then."""
 
     def objects(self) -> Buffer:
-        """The encoded objects, proven."""
+        """The encoded objects, verified."""
 
 
 def proven(file: Source, number: int) -> memoryview:
-    """A chunk in memory of this thread, until it reads another; raises as ``Source.scatter``."""
+    """A verified chunk, in a buffer that this thread's next read overwrites; raises as ``Source.scatter``."""
     span = file.image.chunks[number]
     memory = scratch(span.nbytes)
     file.scatter(number, [LoadTarget(span.begin, memory)])
@@ -104,14 +104,14 @@ def proven(file: Source, number: int) -> memoryview:
 
 
 class Job(NamedTuple):
-    """One chunk: its bytes, and what reads it, proves it and puts it where it belongs."""
+    """One chunk: its size, and the function that reads, verifies and stores it."""
 
     nbytes: int
     run: Callable[[], object]
 
 
 class _Turn(NamedTuple):
-    """How far one rank has come: whether it has all; chunks and their bytes."""
+    """The progress of one rank: whether it is done; chunks and bytes read."""
 
     done: bool
     chunks: int
@@ -119,10 +119,10 @@ class _Turn(NamedTuple):
 
 
 class ChunkReader:
-    """A rank's reading, on ``threads`` of its own or, where that is 1, the caller's. ``bring`` is collective,
-    ``close`` in any case. ``what`` it does is for people.
+    """One rank's reader, on ``threads`` of its own or, if 1, the caller's. ``begin`` (optional), ``bring``
+    (collective), ``close`` in any case. ``what`` describes the read in progress logs.
 
-    ``usage``: chunks and bytes that were brought, of this rank until ``bring`` has ended, then of all ranks.
+    ``usage``: chunks and bytes read, of this rank until ``bring`` has returned, then of all ranks.
     """
 
     def __init__(self, group: Group, what: str, threads: int = READERS) -> None:
@@ -134,15 +134,15 @@ class ChunkReader:
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
 
     def begin(self, action: Callable[[], object]) -> None:
-        """Do something on a thread before chunks are brought; it raises nothing."""
+        """Run ``action``, which must not raise, on a thread."""
         self._begun = threading.Thread(target=action, name="ftckpt-ahead", daemon=True)
         self._begun.start()
 
     def bring(self, jobs: Sequence[Job]) -> None:
-        """Bring this rank's chunks, in order.
+        """Run the jobs of this rank, in order, until all ranks are done.
 
         Raises:
-            FtckptError: what a job raises on any rank, on all together; some chunks have come.
+            FtckptError: on all ranks; a job failed, after some chunks were stored.
         """
         bringing = self._bringing = self._bring(jobs)
         done, turns = False, list[_Turn]()
@@ -153,25 +153,25 @@ class ChunkReader:
             return _Turn(ended, **self.usage)
 
         while not done:
-            # In turns: ranks have more and less to read, and wait for each other only so long.
+            # In turns: ranks have different amounts to read, and a wait for other ranks has a deadline.
             turns = gather_all(self._group, turn, _Turn)
             done = all(one.done for one in turns)
         self.usage.update({name: sum(getattr(one, name) for one in turns) for name in self.usage})
 
     def tell(self, events: Events, iteration: int, num_shards: int) -> None:
-        """That so many shards have come from storage."""
+        """Report that ``num_shards`` were fetched from storage."""
         nbytes, secs = self.usage["bytes"], time.perf_counter() - self._begin_secs
         events.emit("fetched", iteration=iteration, shards=num_shards, bytes=nbytes, secs=secs)
 
     def close(self) -> None:
-        """Bring no more; a second call does nothing."""
+        """Stop reading and join the thread of ``begin``; a second call does nothing."""
         if self._bringing is not None:
             self._bringing.close()
         if self._begun is not None:
             self._begun.join()
 
     def _bring(self, jobs: Sequence[Job]) -> Generator[None]:
-        """Stops for a moment after each chunk."""
+        """Run the jobs, and yield after each."""
         total = sum(job.nbytes for job in jobs)
         progress = Progress(f"rank {self._group.rank} {self._what}")
 

@@ -1,7 +1,7 @@
-"""Which snapshot to take, and where each shard of it comes from: pure functions of what all nodes hold.
+"""Choice of the snapshot to restore, and of the slot that each shard is read from: pure functions of the inventory.
 
-One choice for all who read snapshots from memory: a restart (``decide``, which knows parity), a save from inside the
-job and a conversion of its arenas (``newest_whole``).
+``decide`` is for restarts and takes parity into account. ``newest_whole`` is for saves from inside the job and for
+conversions of arenas: it accepts only snapshots every shard of which is in a slot.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ftckpt.restore.reconstruction_plan import Rebuild, assess
 
 @dataclass(frozen=True)
 class Decision:
-    """Restore ``snapshot``, shard by shard from the slots ``sources``.
+    """The snapshot to restore, and the slot of each shard (``sources``).
 
-    ``passed_over`` says why newer snapshots were not taken, one text each. Shards that are in ``rebuild`` are in no
-    source yet. ``layout`` and ``ranks`` are those of the candidate: in another layout than the job's no rank
+    ``passed_over``: one text for each newer snapshot that is skipped. Shards in ``rebuild`` have no source yet.
+    ``layout`` and ``ranks`` are the candidate's; ``ranks`` is empty in another layout than the job's, where no rank
     continues a shard.
     """
 
@@ -39,7 +39,7 @@ class Decision:
 
     @classmethod
     def of(cls, candidate: Candidate, damaged: Collection[SlotAt]) -> Decision:
-        """To take each shard of ``candidate`` that lies in a good slot from the nearest."""
+        """A decision that reads each shard of ``candidate`` from its nearest good slot."""
         nearest = {shard: candidate.nearest(shard, damaged) for shard in candidate.homes}
         sources = {shard: slot for shard, slot in nearest.items() if slot is not None}
         return cls(candidate.snapshot, sources, layout=candidate.layout, ranks=candidate.ranks)
@@ -47,24 +47,24 @@ class Decision:
 
 @dataclass(frozen=True)
 class Query:
-    """Nothing can be decided before all nodes have reported what protects the ``shards`` of ``snapshot``."""
+    """A request for the protection of ``snapshot`` on all nodes, without which ``decide`` cannot answer."""
 
     snapshot: SnapshotId
     layout: Layout
     shards: tuple[str, ...]
 
     def lacking(self, inventory: Inventory, damaged: Collection[SlotAt]) -> set[str]:
-        """Those of the shards that lie in no good slot: whose packages are wanted."""
+        """The shards without a good slot, whose packages are requested."""
         return set(self.shards) - inventory.good_shards(self.snapshot, damaged)
 
 
 @dataclass
 class Findings:
-    """What a search knows so far, beside the inventory.
+    """Results of a search so far, in addition to the inventory.
 
-    ``damage`` of slots that did not verify; ``shields`` of snapshots that were asked for; ``bad_blocks`` did not
-    verify, or gave wrong bytes; ``given_up`` are snapshots that could not be rebuilt though parity was there, with
-    the reason.
+    ``damage``: slots that failed verification. ``shields``: protection that was queried. ``bad_blocks``: parity
+    blocks that failed verification or gave wrong bytes. ``given_up``: snapshots that could not be reconstructed
+    although parity was complete, with the reason.
     """
 
     damage: dict[SlotAt, Corruption] = field(default_factory=dict)
@@ -75,32 +75,32 @@ class Findings:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a snapshot cannot be taken; ``spoilt``: it was whole once, as far as can be known."""
+    """The cause why a snapshot cannot be restored; ``spoilt``: it seems to have been committed once."""
 
     cause: str
     spoilt: bool
 
 
 def decide(inventory: Inventory, topology: Topology, findings: Findings) -> Decision | Query | None:
-    """The newest snapshot of one lineage that is whole on every shard of its layout, or can be made so, or None.
+    """The newest snapshot whose every shard is in a good slot or can be reconstructed, whatever its layout.
 
-    A copy on the node whose rank needs it is preferred. Snapshots of other layouts than the job's count as much.
-    Of two snapshots of one iteration the one that needs no parity is taken, then the one of the job's own layout.
-    None means that no snapshot was ever whole: the job starts from the beginning.
+    Of two snapshots of one iteration the one that needs no parity is preferred, then the one in the job's layout.
+    Of two copies of a shard the one on the node that needs it is preferred. Returns a Query where the protection of
+    a snapshot must be known first, and None if no snapshot was ever committed: training starts from the beginning.
 
     Raises:
         MismatchError: arenas contradict each other.
-        LostError: a snapshot was whole once and none can be made whole now; names what is missing.
+        LostError: snapshots were committed, and none can be restored; the text names what is missing.
     """
     reports = inventory.arenas
     known = candidates(reports, topology, findings.damage)
     passed_over: list[str] = []
-    # A slot is sealed only after every rank has its arena: a missing arena, like a corrupt slot, was there once.
+    # A slot is sealed only after every rank has its arena: a missing arena, like a corrupt slot, existed once.
     unreadable = {report.shard for report in reports if not report.layout}
     spoilt = any(not one.homes.keys() <= unreadable | set(one.arenas) for one in known.values())
-    # Only what was whole has packages, and the arenas of a node are marked so before its SMP makes or fetches any. An
-    # arena that is there and marks nothing was told that it never happened; its SMP, at work on that, may have stored
-    # packages behind the void. Where no arena of the node is left the packages alone tell.
+    # Only committed snapshots have packages, and a node's arenas are marked before its SMP makes or fetches any. So
+    # packages next to unmarked arenas are of an invalidated snapshot: the SMP stored them after that. On a node
+    # without arenas packages alone are evidence of a commit.
     spoilt = spoilt or not {package.node for package in inventory.packages} <= {report.node for report in reports}
     for candidate in _by_age(known, findings.damage):
         answer = _weigh(candidate, inventory, findings)
@@ -117,11 +117,11 @@ def decide(inventory: Inventory, topology: Topology, findings: Findings) -> Deci
 def newest_whole(
     reports: Sequence[ArenaReport], topology: Topology | None = None, iteration: int | None = None
 ) -> Decision:
-    """The newest snapshot, or that of ``iteration``, every shard of which lies in some slot; parity does not count.
+    """The newest snapshot, or that of ``iteration``, every shard of which is in some slot; parity is not used.
 
     Raises:
-        LostError: there is none; says what newer ones lack, or which iterations there are.
-        MismatchError: arenas contradict each other, or the shards of a layout cannot be known.
+        LostError: none is complete; the text names missing shards, or the iterations that exist.
+        MismatchError: arenas contradict each other, or the shards of a layout cannot be derived.
     """
     known = candidates(reports, topology)
     passed_over: list[str] = []
@@ -135,19 +135,18 @@ def newest_whole(
         passed_over.append(f"iteration {candidate.snapshot.iteration} {lacking}")
     problems = [f"{report.name}: {text}" for report in reports for text in report.problems]
     there = sorted({snapshot.iteration for snapshot in known})
-    causes = [*passed_over[:3], *problems[:3]] or [f"there are iterations {listed(list(map(str, there))) or 'none'}"]
+    causes = [*passed_over[:3], *problems[:3]] or [f"memory has iterations {listed(list(map(str, there))) or 'none'}"]
     raise LostError("; ".join(causes))
 
 
 def worth_keeping(
     inventory: Inventory, topology: Topology, chosen: SnapshotId
 ) -> tuple[frozenset[SnapshotId], frozenset[SnapshotId]]:
-    """Snapshots that a restart can use after ``chosen`` was decided on, which is to be rebuilt; two answers.
+    """Two sets of snapshots to retain while ``chosen`` is reconstructed: the preferred one, and the minimum.
 
-    In the first are ``chosen``, what is taken in its place should it fail (whole as it lies there, or with packages,
-    so that parity may bring it back; slots that did not verify count as good), and newer ones: they could not be
-    taken, but may be whole again at a later start that has more nodes than this one. The second is without those:
-    restoring ``chosen`` voids them on all nodes.
+    The minimum is ``chosen`` and its fallbacks, older snapshots that are complete or have packages (slots that failed
+    verification count as good). The first set adds newer snapshots: they cannot be restored now, but a later start
+    with more nodes may complete them. Restoring ``chosen`` invalidates them, so they may be evicted.
     """
     known = candidates(inventory.arenas, topology)
     newer = {snapshot for snapshot in known if snapshot.iteration > chosen.iteration}
@@ -157,10 +156,10 @@ def worth_keeping(
 
 
 def readers_of(topology: Topology, decision: Decision) -> dict[str, int]:
-    """The rank that reads each shard of a snapshot, or rebuilds it; on the node where that lies.
+    """The rank that reads or reconstructs each shard; a rank of the node that has the slot.
 
-    The rank that continues the shard where it is there, otherwise the ranks of the node in turn: of shards that
-    nobody continues each has as many as the others, give or take one.
+    That is the rank that continues the shard if it runs on this node. Other shards are dealt to the node's ranks in
+    turn.
     """
     places = dict(decision.sources)
     if decision.rebuild is not None:
@@ -170,7 +169,7 @@ def readers_of(topology: Topology, decision: Decision) -> dict[str, int]:
         local.setdefault(member.node, []).append(rank)
     turns = dict.fromkeys(local, 0)
     readers: dict[str, int] = {}
-    # Sorted: all ranks must deal the same turns without asking each other.
+    # Sorted: all ranks must compute the same turns without communication.
     for shard in sorted(places):
         node = places[shard].node
         if decision.ranks.get(shard) in local[node]:
@@ -189,10 +188,10 @@ def _weigh(candidate: Candidate, inventory: Inventory, findings: Findings) -> De
         return decision
     corrupt = [shard for shard in missing if shard in candidate.slots]
     cause = f"corrupt in {listed(corrupt)}" if corrupt else f"not sealed by {listed(missing)}"
-    # A shard that lies in no slot is rebuilt around its package: without any there is no need to ask all nodes.
+    # A shard without a slot needs a package: if there are none, no query can help.
     if len(corrupt) < len(missing) and not inventory.protects(snapshot):
         return Rejection(cause, bool(corrupt))
-    # Asked for only now: in the usual restart nothing is missing, and parity files stay unread.
+    # Queried only now: in the usual restart nothing is missing, and parity files stay unread.
     if snapshot not in findings.shields:
         return Query(snapshot, candidate.layout, tuple(candidate.homes))
     if snapshot in findings.given_up:
@@ -205,10 +204,10 @@ def _weigh(candidate: Candidate, inventory: Inventory, findings: Findings) -> De
 
 
 def _by_age(known: Mapping[SnapshotId, Candidate], damaged: Collection[SlotAt]) -> list[Candidate]:
-    """Newest first; of one iteration those first that are there without parity, then those that fit the layout."""
+    """Newest first; within an iteration those that need no parity, then those in the job's layout."""
 
     def key(one: Candidate) -> tuple[int, bool, bool, bytes]:
-        # The lineage is random: it means nothing, but puts ties in the same order on all ranks.
+        # The lineage is random: it only orders ties alike on all ranks.
         return one.snapshot.iteration, not one.missing(damaged), bool(one.ranks), one.snapshot.lineage
 
     return sorted(known.values(), key=key, reverse=True)
@@ -226,7 +225,7 @@ def _refuse_lost(
     passed_over: Sequence[str],
     spoilt: bool,
 ) -> None:
-    # Without any trace of an earlier success this is a first start, and not a loss.
+    # Without any trace of a commit this is a first start, not a loss.
     whole = max((r.whole.iteration for r in reports if r.whole is not None), default=None)
     unreadable = [report for report in reports if report.problems and not report.layout]
     if whole is None and not unreadable and not spoilt:
@@ -240,9 +239,9 @@ def _refuse_lost(
     causes = [f"no arena of {listed(absent)}{of}"] if absent else []
     causes += [f"{r.shard}: {text}" for r in reports for text in r.problems][:3]
     causes += list(passed_over)[:3]
-    what = "what the arenas held"
+    what = "an earlier snapshot"
     if whole is not None:
-        what = f"iteration {whole} was whole and"
+        what = f"iteration {whole} was committed and"
     elif unreadable:
-        what = "what an unreadable arena held"
+        what = "the content of an unreadable arena"
     raise LostError(f"{what} cannot be restored: {'; '.join(causes)}")

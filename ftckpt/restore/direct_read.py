@@ -1,8 +1,7 @@
-"""A snapshot that is read straight into the live state, in its own layout or another: one that storage alone has, or
-one whose every shard lies in memory.
+"""Direct reads of a snapshot into the live state, without staging in slots, on its own or another layout.
 
-Each chunk is proven on its way to where it belongs, and read once. From storage nothing comes to slots: to give those
-their memory costs more than all else. They get it beside training, and the next snapshot is the first that they hold.
+The source is storage, or slots that have every shard. Each chunk is read once, and verified on its way. After a read
+from storage slots are empty: allocating them would take longer than the read. They are allocated during training.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from ftckpt.restore.redistribute import dest_strip, source_strip
 from ftckpt.restore.staging import StagingBuffers
 
 _TWICE_SHARE = 0.125
-"""Of all bytes of the snapshot at most so many are read by several ranks: more is read once, to slots, and handed on
-in memory."""
+"""Maximum share of the snapshot's bytes to be read more than once, by several ranks: else it is read once, to slots,
+and redistributed from memory."""
 
 _TWICE_BYTES = 64 << 20
-"""So many for each rank in any case: a chunk is read as a whole."""
+"""Bytes read more than once that are accepted per rank in any case: chunks are read completely."""
 
 
 class SlotAge(NamedTuple):
-    """How far the snapshot in a slot had come, a ``SlotState`` in lower case, and see ``Arena.gap_secs``."""
+    """The ``SlotState`` of a snapshot in lower case, and its time without checksums, see ``Arena.gap_secs``."""
 
     state: str
     gap_secs: float = 0.0
 
 
 class ReadEstimate(NamedTuple):
-    """What one rank is going to read: bytes, those of the shards that it tells of, whether all of it is near, how far
-    the snapshot had come in slots of these shards."""
+    """The planned read of one rank: its bytes, the stored bytes of the shards that it opens for all ranks, whether
+    all sources are ``near`` (on its node, or on storage), and the slot states of these shards."""
 
     nbytes: int
     there_bytes: int
@@ -53,14 +52,14 @@ class ReadEstimate(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes that are wanted of a shard's image, and the memory that they go to."""
+    """Bytes to read from a shard's image, and the memory that they go to."""
 
     copy: StridedCopy
     to: torch.Tensor
 
 
 class _Chunk(NamedTuple):
-    """A chunk that is wanted, where it lies in the image, and what has parts in it."""
+    """A chunk to read, its span in the image, and the parts that overlap it."""
 
     file: Source
     number: int
@@ -69,14 +68,15 @@ class _Chunk(NamedTuple):
 
 
 class DirectReader:
-    """Reads one snapshot. ``begin`` and ``bring`` are collective, ``close`` in any case.
+    """One direct read: ``begin`` (storage only), ``plan``, ``bring``, and ``close`` in any case.
+
+    ``begin`` and ``bring`` are collective.
 
     Args:
-        open_shard: gives a shard, opened once; raises StorageError or ArenaError where it is not there, or not what
-            it should be.
-        places: where each shard lies; of storage names for that.
-        mine: the shards that this rank tells of.
-        in_slots: each node reads its own alone, and of ``mine`` every chunk is proven, wanted or not.
+        open_shard: opens a shard once; raises StorageError or ArenaError if it is missing or not as expected.
+        places: the slot of each shard; placeholders for shards on storage.
+        mine: the shards that this rank opens for all ranks.
+        in_slots: read only slots of this node, and verify every chunk of ``mine``, needed or not.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class DirectReader:
         self.places = places
 
     def begin(self) -> None:
-        """Open the files of the shards that this rank tells of.
+        """Open the files of ``mine``.
 
         Raises:
-            StorageError: one is not there, or not what it should be; on all ranks together.
+            StorageError: one is missing or not as expected; on all ranks together.
         """
         gather_all(self._group, lambda: all([self._open(shard) for shard in self._mine]), bool)
 
@@ -112,7 +112,7 @@ class DirectReader:
         return data.numpy().data
 
     def plan(self, transfers: Sequence[Transfer]) -> ReadEstimate:
-        """Know what this rank reads; raises as ``open_shard``."""
+        """Plan this rank's reads; raises as ``open_shard``."""
         near = not self._in_slots or all(_slot(one).node == self._topology.me.node for one in transfers)
         mine = [self._open(shard) for shard in self._mine]
         there_bytes = sum(sum(map(file.stored_bytes, range(len(file.image.chunks)))) for file in mine)
@@ -130,10 +130,10 @@ class DirectReader:
         return ReadEstimate(sum(chunk.file.stored_bytes(chunk.number) for chunk in self._chunks), there_bytes, near)
 
     def bring(self, end_part: Callable[[str], None]) -> Traffic:
-        """Read all that was planned. Parts of a restart end: ``pin``, ``read``, ``copy``.
+        """Perform the planned reads. ``end_part`` is called with ``pin``, ``read`` and ``copy``, parts of a restart.
 
         Raises:
-            StorageError, ArenaError: something is bad, or away; on all ranks together, and some bytes have arrived.
+            StorageError, ArenaError: a chunk is corrupt or unavailable; on all ranks, after some bytes were written.
         """
         staging = StagingBuffers()
         end_part("pin")
@@ -147,12 +147,12 @@ class DirectReader:
         return Traffic(self._needed_bytes, 0, 0, self._needed_bytes)
 
     def close(self) -> None:
-        """Read no more; a second call does nothing."""
+        """Stop reading; a second call does nothing."""
         self.reader.close()
         self._chunks = []
 
     def _order(self, shards: Collection[str]) -> list[str]:
-        """Each rank begins elsewhere, at its own shard where it has one: what several read is asked for once."""
+        """The order of ``shards``: each rank starts at another one, its own if it reads it, to spread the load."""
         order = sorted(self.places)
         first = order.index(own) if (own := self._topology.me.shard) in shards else self._group.rank % len(order)
         return [shard for shard in (*order[first:], *order[:first]) if shard in shards]
@@ -163,12 +163,12 @@ class DirectReader:
 
 
 def reads_little_twice(read_bytes: Sequence[int], there_bytes: int) -> bool:
-    """Whether ranks that read so much each read little of what is there several times."""
+    """Whether ranks that read ``read_bytes`` each read few of the ``there_bytes`` more than once."""
     return sum(read_bytes) - there_bytes <= max(_TWICE_BYTES * len(read_bytes), _TWICE_SHARE * there_bytes)
 
 
 def fits(readings: Sequence[ReadEstimate]) -> bool:
-    """Whether what all ranks are going to read is for this way."""
+    """Whether the planned reads of all ranks can be direct."""
     there_bytes = sum(one.there_bytes for one in readings)
     return all(one.near for one in readings) and reads_little_twice([one.nbytes for one in readings], there_bytes)
 
@@ -179,7 +179,7 @@ def _slot(transfer: Transfer) -> SlotAt:
 
 
 def bring(chunk: _Chunk, staging: StagingBuffers) -> None:
-    """Read a chunk, prove it, and put its bytes where they belong, or send them there."""
+    """Read and verify a chunk, and copy its bytes to their destinations, maybe asynchronously."""
     if (landings := _landings(chunk)) is not None:
         chunk.file.scatter(chunk.number, landings)
         return
@@ -194,13 +194,13 @@ def bring(chunk: _Chunk, staging: StagingBuffers) -> None:
 
 
 def _landings(chunk: _Chunk) -> list[LoadTarget] | None:
-    """Where a chunk's bytes go, in its order; None where they do not simply lie side by side in host memory."""
+    """The destinations of a chunk's bytes, ascending; None if they overlap or are not runs of host memory."""
     landings, place = list[LoadTarget](), chunk.span.begin
     for copy, to in chunk.parts:
         if copy.source_strides != (1,) or copy.dest_strides != (1,) or not to.is_cpu:
             return None
         begin, end = max(copy.source, chunk.span.begin), min(copy.source + copy.shape[0], chunk.span.end)
-        if begin < place:  # what two want is not read into both
+        if begin < place:  # two parts overlap
             return None
         at = copy.dest + begin - copy.source
         landings.append(LoadTarget(begin, to.numpy().data[at : at + end - begin]))
@@ -209,22 +209,22 @@ def _landings(chunk: _Chunk) -> list[LoadTarget] | None:
 
 
 def chunks_of(file: Source, parts: Sequence[Part], every: bool = False) -> Iterator[_Chunk]:
-    """The chunks of an image that have something of ``parts``, which are sorted by their begin, or ``every`` one."""
+    """The chunks of an image that ``parts``, sorted by their start, overlap, or ``every`` one."""
     begins = [part.copy.source for part in parts]
     first = 0
     for number, span in enumerate(file.image.chunks):
         while first < len(parts) and parts[first].copy.source_end <= span.begin:
             first += 1
         near = parts[first : bisect_right(begins, span.end - 1)]
-        # Asked of each: one around the others keeps ``first`` where it is, and loops may step over a chunk.
+        # Test each: a long part keeps ``first`` from advancing past short ones, and strides may skip a chunk.
         of = [part for part in near if _wants(part.copy, span)]
         if of or every:
             yield _Chunk(file, number, span, of)
 
 
 def _wants(copy: StridedCopy, span: Span) -> bool:
-    """Whether ``copy`` reads anything there."""
-    if copy.source_strides == (1,):  # thousands are
+    """Whether ``copy`` reads any byte of ``span``."""
+    if copy.source_strides == (1,):  # the fast path, for thousands of copies
         return copy.shape[0] > 0 and copy.source < span.end and copy.source + copy.shape[0] > span.begin
     return next(reading(copy, span.begin, span.end), None) is not None
 

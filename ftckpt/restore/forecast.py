@@ -1,4 +1,4 @@
-"""What a restart would take now: the decision of restarts, made of what nodes tell before a byte of it is read."""
+"""Forecast of a restart: the same decision, made from the reports of nodes without reading snapshot bytes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ftckpt.restore.decide import Decision, Findings, Query, decide
 from ftckpt.restore.inventory import Inventory, NodeProtection, SnapshotProtection, known_shards
 
 GONE = "(gone)"
-"""In place of the node of a shard whose arena nobody has told of."""
+"""Placeholder for the node of a shard whose arena no node reports."""
 
 
 @dataclass(frozen=True)
 class RestartForecast:
-    """Of a restart on the layout of the newest snapshots, where all nodes that have told come back.
+    """The outcome of a restart on the layout of the newest snapshots, if all nodes that reported take part.
 
-    ``iteration``: that training goes on from; -1: from the beginning, or, with a ``problem``, not at all.
-    ``source``: ``memory``, ``storage`` or ``nothing``. ``rebuilt``: shards that lie in no slot, each with what kinds
-    of parity it comes from. ``passed_over``: why newer snapshots are not taken.
+    ``iteration``: where training resumes; -1: from the beginning, or, with a ``problem``, not at all. ``source``:
+    ``memory``, ``storage`` or ``nothing``. ``rebuilt``: shards without a slot, each with the sources of parity that
+    it comes from. ``passed_over``: the reasons why newer snapshots are skipped.
     """
 
     iteration: int = -1
@@ -35,12 +35,12 @@ class RestartForecast:
 def forecast(
     inventory: Inventory, stored: Collection[int], protection: Callable[[Query], Sequence[NodeProtection]]
 ) -> RestartForecast:
-    """What a restart would take.
+    """The forecast of a restart.
 
     Args:
-        inventory: of all nodes that have told.
-        stored: iterations of whole snapshots on storage.
-        protection: asks those nodes what they have for a snapshot that does not lie in slots.
+        inventory: the joined inventory of all nodes that reported.
+        stored: iterations of committed snapshots on storage.
+        protection: queries those nodes for the protection of a snapshot that is incomplete in slots.
     """
     newest_stored = max(stored, default=-1)
     try:
@@ -61,10 +61,10 @@ def forecast(
 
 
 def topology_of(inventory: Inventory) -> Topology | None:
-    """The job whose ranks hold the newest snapshots, as far as their arenas tell; None where there are none.
+    """The topology of the job that took the newest snapshots, from its arenas; None if there are none.
 
     Raises:
-        MismatchError: its shards cannot be known.
+        MismatchError: its shards cannot be derived.
     """
     reports = [report for report in inventory.arenas if report.layout]
     if not reports:
@@ -77,7 +77,7 @@ def topology_of(inventory: Inventory) -> Topology | None:
 
 
 def unseen_shards(inventory: Inventory) -> list[str]:
-    """Those of that job of which nobody has told an arena. Raises MismatchError."""
+    """Shards of that job whose arena no node reports. Raises MismatchError."""
     topology = topology_of(inventory)
     return [] if topology is None else [member.shard for member in topology.members if member.node == GONE]
 
@@ -87,14 +87,14 @@ def _decided(
 ) -> Decision | None:
     inventory, _ = inventory.of_shards(known_shards(inventory.arenas, topology))
     findings = Findings()
-    # As a search does it, with nothing found bad: what a byte is only a restart reads.
+    # As in ``Search``, without corruption: only a restart reads the bytes.
     while isinstance(answer := decide(inventory, topology, findings), Query):
         findings.shields[answer.snapshot] = SnapshotProtection.of(protection(answer), answer.shards)
     return answer
 
 
 def _rebuilt(decision: Decision) -> dict[str, tuple[str, ...]]:
-    """Each shard that is rebuilt, with what events call the sources of its chunks."""
+    """Each reconstructed shard, with the sources of its chunks as in events."""
     if decision.rebuild is None:
         return {}
     sources: dict[str, set[str]] = {shard: set() for shard in decision.rebuild.fixes}

@@ -1,4 +1,4 @@
-"""Invalidation of snapshots in memory: their slots become void, and what could reconstruct them is deleted first."""
+"""Invalidation of snapshots in memory: the protection that could reconstruct them is deleted before their slots."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from ftckpt.model.lineage import NO_LIMIT, Lineage, last_shared
 
 
 def void(node_dir: Path, newest: int) -> None:
-    """Make every snapshot of a node that is newer than iteration ``newest`` unusable, all of them where it is -1.
+    """Invalidate every snapshot of a node that is newer than iteration ``newest`` (-1: all).
 
-    Parity and packages go first: they could reconstruct a slot that is void, but not the other way round. A kill at
-    any point leaves some newer snapshots that can still be taken, and the next start voids them again.
+    A kill at any point leaves newer snapshots that can still be restored; the next start invalidates them.
     """
-    # Before the slots: a kill after this line leaves slots without protection, never parity that reconstructs a void
-    # one.
+    # Before the slots: a kill after this line leaves slots without protection, never parity that reconstructs an
+    # invalidated one.
     remove_protection(node_dir, newest)
     for path in list_arenas(node_dir):
         with suppress(ArenaError), open_control(path, writable=True) as control:
-            # ArenaError: nothing of a damaged arena can be taken, and what could have rebuilt it is gone.
+            # ArenaError: a damaged arena has no usable slot, and its protection is deleted.
             _void_slots(control, newest)
             if newest < 0:
-                # Otherwise the next start would take the mark as proof that something was lost, and refuse.
+                # The next start would take the mark as proof of a lost snapshot, and refuse.
                 control.mark_whole(None)
 
 
 def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
-    """Make ``head`` the lineage of a node: what the node has that is not in its past is void first; returns the names
-    of arenas that had any. ``assumed``: the lineage of a node that has recorded none.
+    """Make ``head`` the lineage of a node, after invalidating the node's snapshots that are not in its past; returns
+    the names of arenas that had any. ``assumed``: the lineage of a node that has recorded none.
 
-    A kill at any point leaves the node's old lineage, and the next start does it again.
+    A kill at any point leaves the node's old lineage, and the next start repeats it.
 
     Raises:
-        ArenaError: the node's directory takes no file.
+        ArenaError: the lineage cannot be written to the node's directory.
     """
     own, abandoned = read_lineage(node_dir), list[str]()
     last = last_shared(own if own.branches else assumed, head)
@@ -57,10 +56,10 @@ def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
 
 
 def _void_slots(control: ControlBlock, newest: int) -> bool:
-    """Whether a slot held a snapshot that is newer."""
+    """Invalidate slots with newer snapshots, and unsealed ones; returns whether there was a newer snapshot."""
     snapshots = [control.record(index).snapshot for index in range(control.slots)]
     for index, snapshot in enumerate(snapshots):
-        # None: a torn record, or a slot in the middle of a copy; neither may pass for anything later.
+        # None: a torn record, or a slot being written; neither may become valid later.
         if snapshot is None or snapshot.iteration > newest:
             control.void(index)
     return any(snapshot is not None and snapshot.iteration > newest for snapshot in snapshots)
@@ -69,13 +68,13 @@ def _void_slots(control: ControlBlock, newest: int) -> bool:
 def remove_protection(node_dir: Path, newest: int) -> None:
     """Delete a node's parity and packages of snapshots newer than iteration ``newest``.
 
-    A parity file without snapshot, because it was being written, stays unless all goes, where ``newest`` is -1.
+    An incomplete parity file, which has no snapshot yet, stays unless ``newest`` is -1.
     """
     for parity in list_parity(node_dir):
         try:
             snapshot = snapshot_of(parity.path)
         except FtckptError:
-            # A file that cannot be read protects nothing, and says nothing of its age.
+            # An unreadable file protects nothing, and its age is unknown.
             snapshot = None
         gone = newest < 0 if snapshot is None else snapshot.iteration > newest
         if gone:

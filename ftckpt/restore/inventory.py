@@ -1,11 +1,11 @@
-"""What the memory of a node holds, arenas and what protects them, as data that is sent to all other nodes.
+"""The inventory of a node's memory, arenas and protection, as data that is gathered by all nodes.
 
-A node's report is short: its arenas, and the names of its packages, since what can be rebuilt has some. Only if a
-snapshot cannot be taken as it lies in the arenas do nodes look into packages and parity files, of that one alone
-(``read_protection``): in large jobs all groups of all snapshots would be far more than all slots.
+A node's report is short: its arenas, and the names of its packages, without which nothing can be reconstructed. Only
+if a snapshot is incomplete in the arenas do nodes read its packages and parity files (``read_protection``): in large
+jobs the groups of all snapshots are far more data than the slots.
 
-A ``Candidate`` is a snapshot that the inventory of all nodes shows, in its own layout: where its shards lie, and
-where they belong.
+A ``Candidate`` is a snapshot with some slot in the inventory of all nodes: the places of its shards, and the nodes
+that need them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class SlotReport:
 
 @dataclass(frozen=True)
 class ArenaReport:
-    """One arena: where it lies, which shard it holds, what is sealed in it.
+    """One arena: its node and directory name, its shard, and its sealed slots.
 
-    ``whole`` is the newest snapshot that all ranks were known to have sealed. ``problems`` are texts about what could
-    not be read; the ``layout`` is empty where that is all of it. ``num_slots`` counts all slots, 0 where unknown.
+    ``whole``: the newest snapshot that is marked as committed. ``problems``: texts about unreadable parts; ``layout``
+    is empty if nothing is readable. ``num_slots``: the number of all slots, 0 if unknown.
     """
 
     node: str
@@ -59,7 +59,7 @@ class ArenaReport:
 
 @dataclass(frozen=True, order=True)
 class PackageReport:
-    """A package that a node keeps, by its name."""
+    """A package file of a node, by its name."""
 
     node: str
     file: str
@@ -77,7 +77,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The contents of the memory of one node, which belong to its ``lineage``, or of all nodes."""
+    """The contents of the memory of one node, with its ``lineage``, or of all nodes."""
 
     arenas: tuple[ArenaReport, ...] = ()
     packages: tuple[PackageReport, ...] = ()
@@ -95,7 +95,7 @@ class Inventory:
         return any(package.snapshot == snapshot for package in self.packages)
 
     def good_shards(self, snapshot: SnapshotId, bad: Collection[SlotAt]) -> set[str]:
-        """Shards of ``snapshot`` that lie in slots, ``bad`` ones left out."""
+        """Shards of ``snapshot`` that are in a slot not among the ``bad`` ones."""
         return {
             report.shard
             for report in self.arenas
@@ -104,7 +104,7 @@ class Inventory:
         }
 
     def selected(self, selection: Selection) -> Inventory:
-        """Without the snapshots of this node that a restart may not take, as if there never were any."""
+        """This node's inventory without the snapshots that a restart must not restore."""
 
         def takes(snapshot: SnapshotId | None) -> bool:
             return snapshot is not None and selection.takes(self.lineage, snapshot)
@@ -117,7 +117,7 @@ class Inventory:
         return Inventory(tuple(map(reduced, self.arenas)), packages, self.lineage)
 
     def of_shards(self, shards: Collection[str]) -> tuple[Inventory, tuple[Problem, ...]]:
-        """Without packages of other shards than these, each of which is a problem."""
+        """The inventory without packages of other shards, and a problem for each of those."""
         own = tuple(package for package in self.packages if package.shard in shards)
         strange = (package for package in self.packages if package.shard not in shards)
         problems = tuple(Problem(p.file, f"{p.shard} is no shard of this layout") for p in strange)
@@ -125,9 +125,9 @@ class Inventory:
 
 
 def take_inventory(arenas: OpenArenas, node: str, turn: int = 0, turns: int = 1) -> Inventory:
-    """Every arena of this node, readable or not, and every package by its name; nothing is written.
+    """Every arena of this node, readable or not, and every package by its name. Read-only.
 
-    Of ``turns`` ranks that share the work this one has a ``turn``: a large arena takes a tenth of a second.
+    ``turns`` ranks share the work, of which this is number ``turn``: a large arena takes a tenth of a second.
 
     Raises:
         MismatchError: an arena was written by another format version.
@@ -144,17 +144,17 @@ def _report_at(arenas: OpenArenas, path: Path, node: str) -> ArenaReport:
     except MismatchError as error:
         raise MismatchError(f"{path}: {error}; start the version that wrote it, or clean the job") from None
     except ArenaError as error:
-        # A directory is named SHARD.DIGEST: whose arena it was shows even where nothing in it can be read.
+        # A directory is named SHARD.DIGEST: its shard is known even if nothing in it can be read.
         return ArenaReport(node, path.name, path.name.rpartition(".")[0], problems=(str(error),))
 
 
 def report_arena(arena: Arena, node: str) -> ArenaReport:
-    """What lies in the slots of an open arena of ``node``."""
+    """The sealed slots of an open arena of ``node``, and its problems."""
     slots, problems = [], []
     for index in range(arena.control.slots):
         record, error = arena.control.record(index), arena.slot_error(index)
         if not arena.allocated(index):
-            continue  # its record is EMPTY: nothing was lost
+            continue  # its record is EMPTY: nothing is lost
         if error is not None:
             problems.append(f"slot {index}: {error}")
         elif record.torn:
@@ -186,7 +186,7 @@ class ParityReport:
 
 @dataclass(frozen=True)
 class VerifiedPackage:
-    """A package that was read and is whole, ``nbytes`` long, and how the shard's arena was cut."""
+    """A package that was read and verified, ``nbytes`` long, and the chunk layout of its shard's arena."""
 
     at: PackageAt
     nbytes: int
@@ -195,10 +195,10 @@ class VerifiedPackage:
 
 @dataclass(frozen=True)
 class NodeProtection:
-    """What one node has of the protection of one snapshot.
+    """One node's part of the protection of one snapshot.
 
-    ``groups`` are those of its parity files, ``packages`` those that it was asked for, ``holdings`` what its arenas
-    are cut into that have blocks of other shards in their slots.
+    ``groups``: the groups of its parity files. ``packages``: those requested. ``holdings``: the chunk layouts of its
+    arenas that have blocks of other shards in their slots.
     """
 
     groups: tuple[ParityGroup, ...] = ()
@@ -210,10 +210,10 @@ class NodeProtection:
 
 @dataclass(frozen=True)
 class SnapshotProtection:
-    """All that protects one snapshot, on all nodes.
+    """The protection of one snapshot on all nodes.
 
-    ``groups`` by name, those whose blocks lie in slots among them; ``parity`` says where the blocks of a holder
-    (group, member index) lie; ``packages`` are those of each shard that was asked for.
+    ``groups``: by name, including those whose blocks are in slots. ``parity``: the file of each holder (group, member
+    index). ``packages``: by shard, of the shards requested.
     """
 
     groups: Mapping[str, ParityGroup] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class SnapshotProtection:
 
     @classmethod
     def of(cls, nodes: Sequence[NodeProtection], shards: Collection[str]) -> SnapshotProtection:
-        """Put together what all nodes have; groups of others than ``shards`` are problems."""
+        """The joined reports of all nodes; a group with a shard that is not in ``shards`` is a problem."""
         groups: dict[str, ParityGroup] = {}
         packages: dict[str, list[VerifiedPackage]] = {}
         problems: list[Problem] = []
@@ -238,14 +238,14 @@ class SnapshotProtection:
             for package in node.packages:
                 packages.setdefault(package.holding.shard, []).append(package)
             problems += node.problems
-        # An arena that is there says best how its slots are cut; packages speak for those that are gone.
+        # The chunk layout of a shard is its arena's; packages have it for arenas that are lost.
         holdings = {holding.shard: holding for node in nodes for holding in node.holdings}
         for shard, sound in packages.items():
             holdings.setdefault(shard, sound[0].holding)
         grouped = [holdings[shard] for shard in sorted(holdings) if _has_slot_groups(holdings[shard])]
-        # Groups in slots stand in no file: they follow from how the arenas are cut.
+        # Groups in slots are in no file: they follow from the chunk layouts.
         groups.update({group.name: group for group in slot_groups(grouped)})
-        # Reversed, so that of two files for one holder the first by name stays, the same one on all ranks.
+        # Reversed: of two files for one holder the first by name wins, on all ranks alike.
         files = {(p.group, p.holder): p for p in sorted((p for node in nodes for p in node.parity), reverse=True)}
         return cls(groups, files, {s: tuple(p) for s, p in packages.items()}, holdings, tuple(problems))
 
@@ -253,11 +253,11 @@ class SnapshotProtection:
 def read_protection(
     arenas: OpenArenas, node: str, snapshot: SnapshotId, shards: Collection[str], layout: Layout
 ) -> NodeProtection:
-    """What this node has of the protection of ``snapshot``, of packages those of ``shards``."""
+    """This node's part of the protection of ``snapshot``, with the packages of ``shards``."""
     groups, parity, problems = _read_parity(arenas.node_dir, node, snapshot)
     packages = []
     for name in list_packages(arenas.node_dir):
-        # Names alone decide: packages of other shards and snapshots are not read.
+        # By name: packages of other shards and snapshots are not read.
         if name.shard not in shards or name.snapshot != snapshot:
             continue
         try:
@@ -279,20 +279,20 @@ def read_protection(
 def _read_parity(
     node_dir: Path, node: str, snapshot: SnapshotId
 ) -> tuple[dict[str, ParityGroup], list[ParityReport], list[Problem]]:
-    """Groups and parity files of ``snapshot``, and what could not be read."""
+    """Groups and parity files of ``snapshot``, and files that could not be read."""
     groups: dict[str, ParityGroup] = {}
     parity: list[ParityReport] = []
     problems: list[Problem] = []
     for name in list_parity(node_dir):
         try:
-            if snapshot_of(name.path) != snapshot:  # None: it was being written
+            if snapshot_of(name.path) != snapshot:  # None: it is incomplete
                 continue
             file = ParityFile.open(name.path)
         except FtckptError as error:
             problems.append(Problem(f"{name.arena}/{name.path.name}", str(error)))
             continue
         with closing(file):
-            if file.snapshot() == snapshot:  # still
+            if file.snapshot() == snapshot:  # it may have been replaced before it was opened
                 groups[file.group.name] = file.group
                 parity.append(ParityReport(node, name.arena, name.path.name, file.group.name, file.holder))
     return groups, parity, problems
@@ -303,7 +303,7 @@ def _holdings(arenas: OpenArenas, node: str, snapshot: SnapshotId) -> Iterator[A
         try:
             arena = arenas.get(path.name)
         except FtckptError:
-            continue  # a problem of take_inventory
+            continue  # ``take_inventory`` reports it
         if arena.find(snapshot) is not None:
             holding = arena.image.holding(node, "", path.name)
             if _has_slot_groups(holding):
@@ -311,7 +311,7 @@ def _holdings(arenas: OpenArenas, node: str, snapshot: SnapshotId) -> Iterator[A
 
 
 def _has_slot_groups(holding: ArenaLayout) -> bool:
-    """Whether some section takes part in a group whose blocks lie in slots."""
+    """Whether some section is a member of a group whose blocks are in slots."""
     return any(section.group for section in holding.sections)
 
 
@@ -320,12 +320,12 @@ REMEDY = "start with the layout they were taken in, or remove them with 'ftckpt 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One snapshot of which some slot is there.
+    """One snapshot that has at least one slot.
 
-    ``slots`` are where each shard lies, damaged ones among them; ``arenas`` the shards of its ``layout`` that have an
-    arena, on any of the ``nodes`` that have one. ``homes`` maps each of its shards to the node that needs it: whose
-    rank continues it or, in another layout than the job's, that holds it or is to rebuild it. ``ranks`` maps each
-    shard to the rank that continues it; in another layout nobody does, and it is empty.
+    ``slots``: the slots of each shard, damaged ones included. ``arenas``: the shards of its ``layout`` that have an
+    arena; ``nodes``: all nodes with arenas. ``homes``: the node of each shard: that of the rank that continues it or,
+    in another layout than the job's, the one that has it or is to reconstruct it. ``ranks``: the rank that continues
+    each shard; empty in another layout.
     """
 
     snapshot: SnapshotId
@@ -337,22 +337,22 @@ class Candidate:
     nodes: Collection[str] = ()
 
     def nearest(self, shard: str, damaged: Collection[SlotAt]) -> SlotAt | None:
-        """The slot to take ``shard`` from: its home's where that is good."""
+        """The good slot to read ``shard`` from, preferably on its home node; None if there is none."""
         good = [slot for slot in self.slots.get(shard, ()) if slot not in damaged]
         return min(good, key=lambda slot: (slot.node != self.homes[shard], slot), default=None)
 
     def missing(self, damaged: Collection[SlotAt]) -> list[str]:
-        """Shards that lie in no good slot, sorted."""
+        """Shards without a good slot, sorted."""
         return sorted(shard for shard in self.homes if self.nearest(shard, damaged) is None)
 
 
 def candidates(
     reports: Sequence[ArenaReport], topology: Topology | None = None, damaged: Collection[SlotAt] = ()
 ) -> dict[SnapshotId, Candidate]:
-    """Every snapshot of which some slot is there, for the job as ``topology`` has it; None: for no job.
+    """Every snapshot that has at least one slot, for a job of this ``topology`` (None: for no job).
 
     Raises:
-        MismatchError: two arenas hold the same lineage in different layouts; the shards of a layout cannot be known.
+        MismatchError: two arenas have one lineage in different layouts; the shards of a layout cannot be derived.
     """
     layouts = _lineages(reports)
     slots: dict[SnapshotId, dict[str, list[SlotAt]]] = {}
@@ -362,9 +362,9 @@ def candidates(
             shards.setdefault(report.shard, []).append(SlotAt(report.node, report.name, slot.index))
     nodes = {report.node for report in reports}
     workers = nodes if topology is None else {member.node for member in topology.members}
-    # By lineage, not by snapshot: looking through all arenas takes long in large jobs.
+    # By lineage, not by snapshot: a pass over all arenas takes long in large jobs.
     arenas = {
-        # Reversed: of two arenas of one shard the first by node and name stays, the same one on all ranks.
+        # Reversed: of two arenas of one shard the first by node and name wins, on all ranks alike.
         lineage: {r.shard: r.node for r in sorted(_arenas_of(reports, layout), key=_place, reverse=True)}
         for lineage, layout in layouts.items()
     }
@@ -373,8 +373,8 @@ def candidates(
     for snapshot, shards in slots.items():
         layout, there = layouts[snapshot.lineage], arenas[snapshot.lineage]
         if topology is not None and not layouts_differ(topology.layout, layout):
-            # The node of the rank that continues the shard, even where the arena lies on another: what is local is
-            # read in place.
+            # The node of the rank that continues the shard, even if the arena is on another: local slots are read in
+            # place.
             homes, ranks = own, topology.rank_of
         else:
             homes, ranks = _spread(_shards_of(reports, layout), shards, damaged, there, sorted(workers)), {}
@@ -383,7 +383,7 @@ def candidates(
 
 
 def known_shards(reports: Sequence[ArenaReport], topology: Topology) -> set[str]:
-    """The shards of every layout that arenas are of, and of the job's own."""
+    """The shards of the job's layout and of every layout that an arena has."""
     others: dict[tuple[tuple[str, int | str | bool], ...], Layout] = {}
     for report in reports:
         if report.layout and layouts_differ(topology.layout, report.layout):
@@ -392,8 +392,8 @@ def known_shards(reports: Sequence[ArenaReport], topology: Topology) -> set[str]
 
 
 def _shards_of(reports: Sequence[ArenaReport], layout: Layout) -> tuple[str, ...]:
-    """The shards of a layout of which there is an arena at least."""
-    # Any of them names its axes, and with the layout's sizes that gives all the others.
+    """All shards of a layout of which there is at least one arena."""
+    # Its name has the axes; with the layout's sizes they give all shards.
     shard = min(report.shard for report in _arenas_of(reports, layout))
     try:
         return shard_names(layout, axes_of(shard))
@@ -410,7 +410,7 @@ def _place(report: ArenaReport) -> tuple[str, str]:
 
 
 def _lineages(reports: Sequence[ArenaReport]) -> dict[bytes, Layout]:
-    """The layout of each lineage: it belongs to one attempt of the job, and that had one layout."""
+    """The layout of each lineage: one attempt of the job, which has one layout."""
     first: dict[bytes, ArenaReport] = {}
     for report in sorted(reports, key=_place):
         for slot in report.slots:
@@ -418,7 +418,7 @@ def _lineages(reports: Sequence[ArenaReport]) -> dict[bytes, Layout]:
             differing = layouts_differ(other.layout, report.layout)
             if differing:
                 raise MismatchError(
-                    f"arenas {other.name} of node {other.node} and {report.name} of node {report.node} hold "
+                    f"arenas {other.name} of node {other.node} and {report.name} of node {report.node} have "
                     f"snapshots of one lineage in two layouts ({', '.join(differing)}): one of them is not of this "
                     "job; remove it, or all with 'ftckpt clean JOB'"
                 )
@@ -432,9 +432,9 @@ def _spread(
     arenas: Mapping[str, str],
     nodes: Sequence[str],
 ) -> dict[str, str]:
-    """The node of each shard: the one that has it, or its arena at least; what has neither is spread evenly.
+    """The node of each shard: the one with its slot or else its arena; shards without either are spread evenly.
 
-    ``nodes`` are those of the job as it is now, ``arenas`` says on which of them a shard's arena lies.
+    ``nodes``: the nodes of this start. ``arenas``: the node of each shard's arena.
     """
     homes: dict[str, str] = {}
     for shard in shards:

@@ -1,7 +1,7 @@
-"""Executes reads: from this node's arenas straight into live tensors, from other nodes by messages, from replicas.
+"""Execution of planned reads: from this node's arenas into live tensors, and from other nodes by messages.
 
-All pairs of ranks exchange messages at the same time, and what lies on a rank's own node is read while they are on
-their way. Then ranks that need the same bytes of other nodes, of which each has fetched a part, hand them on.
+All pairs of ranks exchange messages concurrently, and local bytes are copied meanwhile. Ranks that need the same
+bytes of another node fetch a part each, and then exchange the parts.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from ftckpt.restore.tensor_index import Index
 from ftckpt.restore.threads import in_order
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
-"""Bytes of a source in the order of some loops: begin, shape, strides."""
+"""Bytes of a source in the order of nested loops: offset, shape, strides."""
 
 Requests = dict[int, list[tuple[Location, list[Loop]]]]
-"""What this rank reads for others, by the rank that wants it."""
+"""Reads that other ranks request from this one, by rank."""
 
 Pair = tuple[Strip, Strip]
-"""Bytes of this node, from and to."""
+"""A copy within this node: source and destination."""
 
 Files = dict[int, SlotFile]
-"""What is mapped as a source's memory, by the id of that."""
+"""The slot files of mapped sources, by the id of the mapping's tensor."""
 
 
 class Item(NamedTuple):
-    """Bytes that go from a source into a live 1-D tensor; ``copies``, of bytes, count from the begin of each."""
+    """Bytes to copy from a source into a live 1-D tensor; ``copies`` are byte offsets from the start of each."""
 
     copies: tuple[StridedCopy, ...]
     tensor: torch.Tensor
@@ -70,7 +70,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank wants of one source, which ``reader`` reads: the rank itself, or one of the source's node."""
+    """Items that one rank needs from one source; ``reader`` is the rank itself or a rank of the source's node."""
 
     source: Location
     reader: int
@@ -83,10 +83,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank, counted where they arrived.
+    """Bytes of one rank, counted on arrival.
 
-    ``read_bytes`` were read from arenas for it, ``received_bytes`` of these by ranks of other nodes; ``spread_bytes``
-    came from ranks that need the same. ``needed_bytes`` is what its transfers ask for: read and spread together.
+    ``read_bytes``: read from arenas for it, of which ``received_bytes`` came from other nodes. ``spread_bytes``: from
+    ranks that need the same bytes. ``needed_bytes``: the sum of its transfers, read and spread.
     """
 
     read_bytes: int
@@ -96,7 +96,7 @@ class Traffic:
 
 
 def transfer(source: Location, reader: int, reads: Sequence[ReadItem], needs: Sequence[torch.Tensor]) -> Transfer:
-    """Turn reads of one source into bytes of it and the tensors that take them."""
+    """The transfer in bytes for reads of one source; ``needs`` are the destination tensors, by index."""
     items = []
     for read in reads:
         item_bytes = read.offer.fragment.item_bytes
@@ -108,8 +108,7 @@ def transfer(source: Location, reader: int, reads: Sequence[ReadItem], needs: Se
 def reader_for(topology: Topology, source: Location) -> int:
     """The rank that reads ``source`` for this one: itself on its own node, otherwise one of the source's node.
 
-    The one in the same place among the ranks of its node, whatever it reads there: a rank then has a connection to
-    one rank of each node, not to every rank of the job.
+    It has the same local index, for every source: so a rank connects to one rank of each node, not to every rank.
     """
     if source.node == topology.me.node:
         return topology.rank
@@ -126,10 +125,10 @@ def transfers_of(
     padded: frozenset[str] = frozenset(),
     own: SlotAt | None = None,
 ) -> list[Transfer]:
-    """What this rank reads to fill the tensors of ``needs``; ``slots`` are the sources in ``index``, ``own`` the one
-    whose shard it continues."""
+    """The transfers that fill the tensors of ``needs``; ``slots`` are the sources in ``index``, ``own`` the slot of
+    the shard that this rank continues."""
     here = topology.me.node
-    # 0: open already; 1: read in place; 2: sent by a rank of another node.
+    # 0: already open; 1: read in place; 2: sent by a rank of another node.
     costs = [0 if at == own else 1 if at.node == here else 2 for at in slots]
     by_slot: dict[int, list[ReadItem]] = {}
     for read in plan(index, [need for need, _ in needs], costs.__getitem__, padded, turn=topology.rank):
@@ -142,20 +141,20 @@ def transfers_of(
 
 
 def fetch(source: Location, reader: int, *parts: tuple[int, torch.Tensor]) -> Transfer:
-    """Fill contiguous 1-D tensors with the bytes of ``source`` from an offset on, each."""
+    """The transfer that fills each contiguous 1-D tensor with the bytes of ``source`` from an offset on."""
     items = (Item((run(offset, 0, into.nbytes),) if into.numel() else (), into) for offset, into in parts)
     return Transfer(source, reader, tuple(items))
 
 
 def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas, threads: int = 1) -> Traffic:
-    """Perform all transfers of all ranks, of which each ``plan``s its own; ``threads`` copy what is near. Collective.
+    """Perform the transfers of all ranks; ``plan`` gives this rank's, and ``threads`` copy local bytes. Collective.
 
-    Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory beside the tensors.
+    Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory in addition to the tensors.
 
     Raises:
-        ArenaError: on all ranks together, if one cannot open what it is to read, or is asked for more than there is.
-        FtckptError: what ``plan`` raises, on all ranks together.
-        RuntimeError: a rank is gone, or does not answer within the group's deadline.
+        ArenaError: on all ranks; one cannot open a source, or a request exceeds its source.
+        FtckptError: on all ranks; an error of ``plan``.
+        RuntimeError: a rank has exited, or does not answer within the group's deadline.
     """
     transfers: list[Transfer] = []
     pairs: list[Pair] = []
@@ -166,26 +165,27 @@ def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenAr
         pairs[:] = _open([t for t in transfers if t.reader == group.rank], arenas, files)
         return [t for t in transfers if t.reader != group.rank]
 
-    # All agree that everything can be read before the first message: a rank that failed here would leave those
-    # waiting that expect its bytes.
+    # Every source is opened on all ranks before the first message: a rank that failed later would leave the receivers
+    # of its bytes waiting.
     wants, any_remote = _shared(group, remote)
     outgoing: dict[int, Stream] = {}
     if any_remote:
         requests = _request(group, wants)
         outgoing = together(group, lambda: _open_for_others(requests, arenas))
     counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
-    # In the order of the requests, which is the order in which the reader sends: messages have no headers.
+    # In the order of the requests, in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
     copies = _copy(pairs, files, counter.count("copied"), threads)
     exchange(group, outgoing, incoming, copies, counter.count("received"))
-    # After the exchange: only then has this rank the parts that it hands on.
+    # After the exchange: only then does this rank have the parts that it passes on.
     _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
     return counter.traffic
 
 
 @dataclass(frozen=True)
 class _Want:
-    """An item of another node: the bytes of it that this rank fetches, and the ``ranks`` that share it, if any."""
+    """An item from another node: the part (``begin`` to ``end``) that this rank fetches, and the ``ranks`` that share
+    the item, if any."""
 
     source: Location
     item: Item
@@ -201,29 +201,29 @@ class _Want:
 
     @property
     def fetched(self) -> list[Strip]:
-        """Where the bytes go that this rank fetches."""
+        """The destinations of the part that this rank fetches."""
         return self.strips(self.begin, self.end)
 
     def strips(self, begin: int, end: int) -> list[Strip]:
-        """Where bytes ``begin`` to ``end`` go."""
+        """The destinations of bytes ``begin`` to ``end``."""
         memory = self.item.tensor.view(torch.uint8)
         return [dest_strip(copy, memory) for copy in stream(self.item.copies, begin, end)]
 
     def neighbours(self, rank: int) -> tuple[int, int]:
-        """The ranks after and before ``rank`` in the ring of those that share it."""
+        """The ranks after and before ``rank`` in the ring of ``ranks``."""
         place = self.ranks.index(rank)
         return self.ranks[(place + 1) % len(self.ranks)], self.ranks[place - 1]
 
     def part_from(self, rank: int, back: int) -> list[Strip]:
-        """Where the part goes that the rank fetches which is ``back`` places before ``rank`` in that ring."""
+        """The destinations of the part fetched by the rank that is ``back`` places before ``rank`` in the ring."""
         fetcher = self.ranks[(self.ranks.index(rank) - back) % len(self.ranks)]
         return self.strips(*part_of(self.name, self.item.nbytes, self.ranks, fetcher))
 
 
 def _shared(group: Group, remote: Callable[[], Sequence[Transfer]]) -> tuple[dict[int, list[_Want]], bool]:
-    """Agree with the ranks that lack the same bytes who fetches which of what is not on this node.
+    """Divide fetches from other nodes among the ranks that need the same bytes. Collective.
 
-    Returns what this rank fetches, by reader, and whether any rank fetches anything.
+    Returns this rank's fetches, by reader, and whether any rank fetches anything.
     """
     named: dict[Name, tuple[Transfer, Item]] = {}
     wants: dict[int, list[_Want]] = {}
@@ -233,7 +233,7 @@ def _shared(group: Group, remote: Callable[[], Sequence[Transfer]]) -> tuple[dic
             source = codec.encode(wanted.source)
             for item in wanted.items:
                 name = name_of(source, item.copies)
-                if named.setdefault(name, (wanted, item))[1] is not item:  # the second time here: not shared again
+                if named.setdefault(name, (wanted, item))[1] is not item:  # a duplicate is not shared
                     wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, (), 0, item.nbytes))
         return b"".join(sorted(named))
 
@@ -243,25 +243,25 @@ def _shared(group: Group, remote: Callable[[], Sequence[Transfer]]) -> tuple[dic
         ranks = shared.get(name, ())
         begin, end = part_of(name, item.nbytes, ranks, group.rank) if ranks else (0, item.nbytes)
         wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, ranks, begin, end))
-    # Of all ranks, not only this one: those without needs may still have to read for others.
+    # Any rank: ranks without needs may have to read for others.
     return wants, any(names)
 
 
 def _request(group: Group, wants: dict[int, list[_Want]]) -> Requests:
-    """Send each reader what to read; returns what this rank is to read, by the rank that wants it."""
+    """Send requests to the readers; returns the requests that this rank receives."""
     texts = {}
     for reader, of in wants.items():
         text = json.dumps([[codec.to_json(want.source), want.loops] for want in of])
         texts[reader] = torch.from_numpy(np.frombuffer(bytearray(text.encode()), np.uint8))
     sizes = np.array([[reader, len(text)] for reader, text in texts.items()], np.int64).reshape(-1, 2)
     incoming: dict[int, torch.Tensor] = {}
-    # Sizes first: who receives a message posts a buffer of exactly its length.
+    # Sizes first: a receiver posts a buffer of exactly the message's length.
     for rank, data in enumerate(group.gather(sizes.tobytes())):
         pairs = np.frombuffer(data, np.int64).reshape(-1, 2)
         for _, nbytes in pairs[pairs[:, 0] == group.rank].tolist():
             incoming[rank] = host_memory(nbytes)
     exchange(group, _whole(texts), _whole(incoming))
-    # JSON, never pickle: it came over a socket. ``_open`` checks that all bytes lie inside the source.
+    # JSON, never pickle: it came over a socket. ``_open_for_others`` checks that all bytes are inside the source.
     requests = {rank: json.loads(text.numpy().tobytes()) for rank, text in incoming.items()}
     return {rank: [(location_of(source), loops) for source, loops in of] for rank, of in requests.items()}
 
@@ -271,8 +271,8 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
 
 
 def _open(local: Sequence[Transfer], arenas: OpenArenas, files: Files) -> list[Pair]:
-    """Open all that this rank reads for itself: what can fail does so before any message. To ``files`` comes what can
-    be read without its mapping."""
+    """Open the sources that this rank reads for itself, so that errors occur before any message. Adds to ``files``
+    the slots that can be read without their mapping."""
     pairs: list[Pair] = []
     for wanted in local:
         memory = _memory(arenas, wanted.source)
@@ -286,7 +286,7 @@ def _open(local: Sequence[Transfer], arenas: OpenArenas, files: Files) -> list[P
 
 
 def _open_for_others(requests: Requests, arenas: OpenArenas) -> dict[int, Stream]:
-    """Open all that this rank reads for others."""
+    """Open the sources that this rank reads for others."""
     outgoing: dict[int, Stream] = {}
     for rank, request in requests.items():
         strips: list[Strip] = []
@@ -301,7 +301,7 @@ def _open_for_others(requests: Requests, arenas: OpenArenas) -> dict[int, Stream
 def _require_fit(strips: Iterable[Strip]) -> None:
     for strip in strips:
         if not strip.fits:
-            raise ArenaError(f"{strip.nbytes} bytes from {strip.begin} on: {strip.memory.numel()} are there")
+            raise ArenaError(f"{strip.nbytes} bytes at offset {strip.begin} of a source with {strip.memory.numel()}")
 
 
 def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
@@ -314,7 +314,7 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
 
 
 def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], threads: int) -> Iterator[int]:
-    """Copy, and stop for a moment after each ``MESSAGE_BYTES`` or less."""
+    """Copy, and yield the size of each batch of at most ``MESSAGE_BYTES``."""
     staging = StagingBuffers()
 
     def copy(batch: Sequence[Pair]) -> int:
@@ -333,7 +333,7 @@ def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], th
         return sum(source.nbytes for source, _ in batch)
 
     try:
-        with closing(in_order(copy, _batches(pairs), threads)) as copied:  # its threads have ended where it ends
+        with closing(in_order(copy, _batches(pairs), threads)) as copied:  # ends its threads
             for nbytes in copied:
                 landed(nbytes)
                 yield nbytes
@@ -342,7 +342,7 @@ def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], th
 
 
 def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[Pair]:
-    """The runs of ``pairs``, read side by side into ``memory``: where they belong, and where they are."""
+    """The runs of ``pairs``, read contiguously into ``memory``, as pairs of destination and source in ``memory``."""
     parts: Sequence[torch.Tensor] = memory.split([source.nbytes for source, _ in pairs])  # type: ignore[no-untyped-call]
     for (source, _), part in zip(pairs, parts, strict=True):
         files[id(source.memory)].read_into(source.begin, part.numpy().data)
@@ -350,18 +350,18 @@ def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[P
 
 
 def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """The pairs, cut and joined to ``MESSAGE_BYTES`` each, but for the last."""
+    """The pairs, split and joined into batches of ``MESSAGE_BYTES``; the last may be smaller."""
     batch: list[Pair] = []
     room = wire.MESSAGE_BYTES
     for source, dest in pairs:
         begin, nbytes = 0, source.nbytes
-        if nbytes < room:  # most, of thousands
+        if nbytes < room:  # the fast path, for most of thousands
             batch.append((source, dest))
             room -= nbytes
             continue
         while begin < nbytes:
             end = min(nbytes, begin + room)
-            # The same cut of both sides: loops of the one may be joined where those of the other are not.
+            # Both sides are cut together: their loops may be merged differently.
             batch += _pairs(source, dest, begin, end)
             room -= end - begin
             begin = end
@@ -379,12 +379,12 @@ def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[Pair]:
 
 
 def _spread(group: Group, shared: Sequence[_Want], counter: _Counter) -> None:
-    """Hand the part that this rank has fetched of each item to those that share it, and take theirs.
+    """All-gather the parts of shared items.
 
-    Around a ring of each item's ranks: what came in one turn goes on in the next. As many bytes as if each rank sent
-    its part to all the others, over two connections, where that would take one to every rank of the job.
+    Around a ring of each item's ranks: a part received in one turn is sent on in the next. That moves as many bytes
+    as sending each part to all sharers, but over two connections instead of one to every rank.
     """
-    shared = sorted(shared, key=lambda want: want.name)  # the order on both sides
+    shared = sorted(shared, key=lambda want: want.name)  # the same order on both sides
     for turn in range(max((len(want.ranks) - 1 for want in shared), default=0)):
         sent: dict[int, list[Strip]] = {}
         received: dict[int, list[Strip]] = {}
@@ -398,7 +398,7 @@ def _spread(group: Group, shared: Sequence[_Want], counter: _Counter) -> None:
 
 
 class _Counter:
-    """Counts bytes as they arrive, and logs how far this rank is."""
+    """Counts arriving bytes; rank 0 logs its progress."""
 
     def __init__(self, rank: int, needed_bytes: int) -> None:
         self._needed_bytes = needed_bytes
@@ -406,7 +406,7 @@ class _Counter:
         self._progress = Progress("loading") if rank == 0 else None
 
     def count(self, how: str) -> Callable[[int], None]:
-        """Adds to what came in this way."""
+        """A function that adds to the bytes that arrived this way: ``copied``, ``received`` or ``spread``."""
 
         def add(nbytes: int) -> None:
             self._done_bytes[how] += nbytes
@@ -417,7 +417,7 @@ class _Counter:
 
     @property
     def traffic(self) -> Traffic:
-        """What was counted so far."""
+        """The bytes counted so far."""
         received = self._done_bytes["received"]
         read = self._done_bytes["copied"] + received
         return Traffic(read, received, self._done_bytes["spread"], self._needed_bytes)

@@ -1,4 +1,4 @@
-"""Where bytes of a snapshot lie, and what of it this node has, opened once."""
+"""Locations of a snapshot's bytes, and this node's arenas and parity files, each opened once."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def location_of(value: Any) -> Location:
 class OpenArenas:
     """Arenas and parity files of this node, opened for reading once each; ``close`` unmaps them.
 
-    All stages of a restart share one. Whoever is about to free or replace files closes it first: tmpfs gives memory
-    back only when nothing maps it, and a mapping goes on showing a file that was replaced. What is wanted after that
-    is opened anew. Arenas in ``borrowed``, by the names of their directories, are open already, and stay so.
+    All stages of a restart share one. Close it before files are freed or replaced: tmpfs frees memory only when
+    nothing maps it, and a mapping still shows a replaced file. Later calls open files again. Arenas in ``borrowed``,
+    by directory name, are open already and stay open.
     """
 
     def __init__(self, node_dir: Path, borrowed: Mapping[str, Arena] = MappingProxyType({})) -> None:
@@ -86,7 +86,7 @@ class OpenArenas:
         return self._arenas[name]
 
     def file(self, at: SlotAt) -> SlotFile:
-        """The file of a slot of this node, to be read by calls; raises ArenaError."""
+        """The file of a slot of this node, for reads without the mapping; raises ArenaError."""
         if at not in self._files:
             self._files[at] = SlotFile(self.get(at.arena), at.slot)
         return self._files[at]
@@ -101,7 +101,7 @@ class OpenArenas:
         """The bytes of a slot, a chunk, a block or a package of this node.
 
         Raises:
-            ArenaError: not there, or damaged so that it cannot be read.
+            ArenaError: it does not exist, or is damaged and unreadable.
         """
         if isinstance(location, SlotAt):
             return self.get(location.arena).slot(location.slot)
@@ -110,7 +110,7 @@ class OpenArenas:
             span = arena.image.chunks[location.chunk]
             return arena.slot(location.slot)[span.begin : span.end]
         if isinstance(location, BlockAt):
-            # Not verified here: a repair verifies the blocks that it needs before it reads one of them.
+            # Not verified: a repair verifies all blocks that it needs before it reads one.
             return self.parity(location.arena, location.file).block(location.block).data
         try:
             return memoryview((mirror_dir(self.node_dir) / location.file).read_bytes())
@@ -118,7 +118,7 @@ class OpenArenas:
             raise ArenaError(f"package {location.file}: cannot be read: {error.strerror}") from None
 
     def close(self) -> None:
-        """Unmap all; views that exist keep their memory."""
+        """Unmap all; existing views keep their memory mapped."""
         for file in self._files.values():
             file.close()
         for arena in self._arenas.values():

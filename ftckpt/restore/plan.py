@@ -1,8 +1,7 @@
-"""Who has which elements × who needs which elements → what to read: geometry alone.
+"""Read planning: from the fragments that sources have and the fragments that a rank needs to strided copies. Pure.
 
-Every needed element is read exactly once, from the cheapest source that has it. Restoring the same layout
-is the case in which boxes coincide and each read is one run. What two fragments have in common are strided copies,
-each of which is one call however many rows it has.
+Every needed element is read exactly once, from the cheapest source that has it. On the same layout boxes coincide,
+and each read is one run. The overlap of two fragments is a few strided copies, each one call for any number of rows.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ftckpt.restore.tensor_index import Index, ShardEntry
 class StridedCopy(NamedTuple):
     """A strided copy between two flat memories, in elements (or in bytes, see ``in_bytes``).
 
-    ``source`` and ``dest`` are where its first element lies, counted from each memory's own begin; ``shape`` has one
-    entry per loop and is never empty; ``source_strides`` and ``dest_strides`` follow it.
+    ``source`` and ``dest`` are the offsets of its first element from the start of each memory; ``shape`` has one
+    entry per loop and is never empty; ``source_strides`` and ``dest_strides`` have one per loop, too.
     """
 
     source: int
@@ -39,13 +38,13 @@ class StridedCopy(NamedTuple):
 
     @property
     def source_end(self) -> int:
-        """Behind the last element that is read."""
+        """One past the last element that is read."""
         steps = zip(self.shape, self.source_strides, strict=True)
         return self.source + 1 + sum((size - 1) * stride for size, stride in steps)
 
 
 class Region(NamedTuple):
-    """A box in coordinates of the whole tensor: ``low`` (inclusive) to ``high`` (exclusive), neither empty."""
+    """A box in coordinates of the global tensor, from ``low`` (inclusive) to ``high`` (exclusive); never empty."""
 
     low: Shape
     high: Shape
@@ -56,18 +55,18 @@ class Region(NamedTuple):
 
 
 def run(source: int, dest: int, numel: int) -> StridedCopy:
-    """The copy of ``numel`` elements in a row."""
+    """The copy of ``numel`` contiguous elements."""
     return StridedCopy(source, dest, (numel,), (1,), (1,))
 
 
 def regions(shape: Shape, start: int, stop: int) -> list[Region]:
     """The row-major range ``start`` to ``stop`` of an array of ``shape`` as disjoint boxes, in ascending order.
 
-    At most 2·dims − 1 of them: a part of a row, whole rows, a part of a row, and so on inside those parts.
+    At most 2·dims − 1 of them: a partial row, full rows, a partial row, and so on inside the partial ones.
     """
     if start >= stop:
         return []
-    # A number without dimensions: ``divmod`` below needs a first one.
+    # A scalar: ``divmod`` below needs a first dimension.
     if not shape:
         return [Region((), ())]
     inner = math.prod(shape[1:])
@@ -75,7 +74,7 @@ def regions(shape: Shape, start: int, stop: int) -> list[Region]:
     last, tail = divmod(stop, inner)
     if first == last:
         return _in_row(shape, first, head, tail)
-    # The end of a row that begins in its middle, then whole rows as one box, then the beginning of the last row.
+    # The tail of the first row if the range starts inside it, the full rows as one box, the head of the last row.
     boxes = _in_row(shape, first, head, inner) if head else []
     begin = first + (head > 0)
     if begin < last:
@@ -84,7 +83,7 @@ def regions(shape: Shape, start: int, stop: int) -> list[Region]:
 
 
 def regions_of(fragment: Fragment) -> list[Region]:
-    """The elements of ``fragment`` as disjoint boxes in coordinates of the whole tensor, in ascending order."""
+    """The elements of ``fragment`` as disjoint boxes in coordinates of the global tensor, in ascending order."""
     offset = fragment.box.offset
     return [
         Region(_plus(low, offset), _plus(high, offset))
@@ -93,14 +92,14 @@ def regions_of(fragment: Fragment) -> list[Region]:
 
 
 def common(one: Region, other: Region) -> Region | None:
-    """What both boxes hold, None where that is nothing."""
+    """The intersection of two boxes, None if it is empty."""
     low = tuple(map(max, one.low, other.low))
     high = tuple(map(min, one.high, other.high))
     return Region(low, high) if all(lo < h for lo, h in zip(low, high, strict=True)) else None
 
 
 def without(region: Region, taken: Region) -> list[Region]:
-    """What is left of ``region`` once ``taken``, which lies inside it, is gone: at most two boxes per dimension."""
+    """``region`` minus ``taken``, a box inside it: at most two boxes per dimension."""
     rest: list[Region] = []
     low, high = list(region.low), list(region.high)
     for axis, (begin, end) in enumerate(zip(taken.low, taken.high, strict=True)):
@@ -108,8 +107,7 @@ def without(region: Region, taken: Region) -> list[Region]:
             rest.append(Region(tuple(low), (*high[:axis], begin, *high[axis + 1 :])))
         if end < high[axis]:
             rest.append(Region((*low[:axis], end, *low[axis + 1 :]), tuple(high)))
-        # What is left along this axis is dealt with: later axes cut only the slab that ``taken`` spans here, so
-        # nothing twice.
+        # Later axes cut only the slab that ``taken`` spans along this axis, so the boxes are disjoint.
         low[axis], high[axis] = begin, end
     return rest
 
@@ -123,13 +121,13 @@ def copy_of(region: Region, have: Fragment, need: Fragment) -> StridedCopy:
 
 
 def simplified(copy: StridedCopy) -> StridedCopy:
-    """The same elements in the same order by as few loops as possible."""
+    """The same elements in the same order, in as few loops as possible."""
     loops: list[tuple[int, int, int]] = []
     for size, source, dest in zip(copy.shape, copy.source_strides, copy.dest_strides, strict=True):
-        # A loop of one step has no stride that matters.
+        # The stride of a loop of one step is irrelevant.
         if size == 1:
             continue
-        # The loop above goes on exactly where this one ends, in both memories: the two are one longer loop.
+        # The outer loop continues exactly where this one ends, in both memories: merge the two.
         if loops and loops[-1][1:] == (source * size, dest * size):
             loops[-1] = (loops[-1][0] * size, source, dest)
         else:
@@ -141,7 +139,7 @@ def simplified(copy: StridedCopy) -> StridedCopy:
 
 
 def joined(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
-    """The same elements in the same order: runs that follow each other in both memories become one."""
+    """The same elements in the same order, with runs merged that are adjacent in both memories."""
     longer: list[StridedCopy] = []
     for copy in copies:
         last = longer[-1] if longer else None
@@ -155,15 +153,14 @@ def joined(copies: Sequence[StridedCopy]) -> tuple[StridedCopy, ...]:
 
 
 def in_bytes(copy: StridedCopy, item_bytes: int, source: int = 0, dest: int = 0) -> StridedCopy:
-    """A copy of elements as one of bytes, with byte offsets added to both begins."""
+    """A copy of elements as a copy of bytes, with byte offsets added to both starts."""
     shape, sources, dests = copy.shape, copy.source_strides, copy.dest_strides
     at = (source + copy.source * item_bytes, dest + copy.dest * item_bytes)
     if sources == dests == (1,):
         return run(*at, shape[0] * item_bytes)
     if sources[-1] == dests[-1] == 1:
         outer = len(shape) - 1
-        # Elements in a row: their bytes are one run, and the innermost loop grows. Otherwise each element is a loop
-        # of its own.
+        # Contiguous elements: their bytes are one run, and the innermost loop grows. Otherwise elements get a loop.
         shape = (*shape[:outer], shape[outer] * item_bytes)
         strides = [(*(s * item_bytes for s in by[:outer]), 1) for by in (sources, dests)]
     else:
@@ -185,8 +182,8 @@ def cut(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
 
 
 def reading(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
-    """What of ``copy`` reads elements ``begin`` to ``end`` of its source, in which its loops go forward: each stride
-    reaches behind all that the loops inside it take."""
+    """The part of ``copy`` that reads elements ``begin`` to ``end`` of its source. The copy must read its source in
+    ascending order: each stride exceeds the extent of the loops inside it."""
     if copy.numel == 0:
         return
     first, last = _read_before(copy, begin), _read_before(copy, end)
@@ -195,11 +192,11 @@ def reading(copy: StridedCopy, begin: int, end: int) -> Iterator[StridedCopy]:
 
 
 def _read_before(copy: StridedCopy, place: int) -> int:
-    """How many elements of ``copy`` lie before ``place`` in its source."""
+    """The number of elements of ``copy`` before ``place`` in its source."""
     left, numel, count = place - copy.source, copy.numel, 0
     for size, stride in zip(copy.shape, copy.source_strides, strict=True):
         numel //= size
-        # The steps of this loop that begin before it: of the last of them not all, perhaps.
+        # The steps of this loop that start before ``place``; the last of them may reach past it.
         begun = min(size, -(-left // stride))
         if begun <= 0:
             return count
@@ -209,7 +206,7 @@ def _read_before(copy: StridedCopy, place: int) -> int:
 
 
 def stream(copies: Sequence[StridedCopy], begin: int, end: int) -> Iterator[StridedCopy]:
-    """Elements ``begin`` to ``end`` of ``copies`` end to end, each in its own order."""
+    """Elements ``begin`` to ``end`` of the concatenation of ``copies``, each in its own order."""
     position = 0
     for copy in copies:
         numel = copy.numel
@@ -223,7 +220,7 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> list[Region]:
 
 
 def _place(low: Shape, fragment: Fragment) -> tuple[int, Shape]:
-    """Where the element at ``low`` lies in the fragment's own memory, and the strides of its box."""
+    """The offset of the element at ``low`` in the fragment's memory, and the strides of its box."""
     strides = [1] * len(low)
     for axis in range(len(low) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * fragment.box.shape[axis + 1]
@@ -244,7 +241,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class ReadItem:
-    """Elements to copy from one offer into the need of that index; ``copies`` are of elements, and disjoint."""
+    """Elements to copy from the entry ``offer`` into the need with the index ``need``; ``copies`` are disjoint."""
 
     offer: ShardEntry
     need: int
@@ -265,12 +262,12 @@ def plan(
 ) -> list[ReadItem]:
     """Reads that fill every element of every need exactly once, in the order of the needs.
 
-    ``cost(source)`` orders the sources: cheaper ones are taken first. Of those that cost the same, the one that this
-    plan has read the fewest bytes from; where that is the same too, in the order given, beginning with the
-    ``turn``-th: ranks that plan alike and pass their own number do not all go to the same one.
+    Sources are used in the order of ``cost(source)``, cheapest first; of equal cost, the one from which this plan
+    reads the fewest bytes so far; else in the given order, starting at index ``turn``: ranks that plan alike and pass
+    their own number do not all use the same source.
 
-    Offers of another global shape than the need's are not used. The exception are ``padded`` keys, whose dimension 0
-    may differ: rows that both have are read, those that no source has are not needed.
+    Entries must have the need's global shape. Of ``padded`` keys dimension 0 may differ: rows that both have are
+    read, and rows that no source has stay unfilled.
 
     Raises:
         LostError: some element is in no source; the text names the tensors.
@@ -282,7 +279,7 @@ def plan(
     missing: list[str] = []
     for number, need in enumerate(needs):
         last_row, useful = _useful(index, need, need.key in padded)
-        # The turn breaks ties alone: with it in front, a rank would read from far what lies on its own node.
+        # The turn comes last: as the first key, a rank would read remotely what its own node has.
         turned = [((place - turn) % len(useful), offer) for place, offer in enumerate(useful)]
         turned.sort(key=lambda pair: (cost(pair[1].source), taken[pair[1].source], pair[0]))
         filled, complete = _fill(need, [offer for _, offer in turned], last_row)
@@ -298,21 +295,21 @@ def plan(
 
 
 def overlap(have: Fragment, need: Fragment) -> tuple[StridedCopy, ...]:
-    """The elements that both fragments hold, as copies from the one's memory into the other's.
+    """The elements that both fragments have, as copies from the memory of ``have`` into that of ``need``.
 
-    Global shapes must be the same, or differ in dimension 0 alone.
+    Global shapes must be equal, or differ in dimension 0 only.
     """
     filled, _ = _fill(need, [ShardEntry(0, have, 0)], None)
     return filled[0][1] if filled else ()
 
 
 def _useful(index: Index, need: Fragment, padded: bool) -> tuple[int | None, list[ShardEntry]]:
-    """The first row that is not needed (None: all are), and the offers that may hold something of ``need``."""
+    """The first row that is not needed (None: all are), and the entries that may overlap ``need``."""
     usable = index.usable(need, padded)
     useful = [offer for offers in usable for offer in offers.touching(need)]
     if not padded or not usable or not need.global_shape:
         return None, useful
-    # Two sources may be padded to different numbers of rows: what the longest has is wanted.
+    # Sources may be padded to different numbers of rows: the longest counts.
     return max(offers.tensor.shape[0] for offers in usable), useful
 
 
@@ -320,13 +317,13 @@ Filled = list[tuple[ShardEntry, tuple[StridedCopy, ...]]]
 
 
 def _fill(need: Fragment, offers: Sequence[ShardEntry], last_row: int | None) -> tuple[Filled, bool]:
-    """What to read from each offer, in the order of ``offers``, and whether that is all of ``need``."""
-    # The usual case, and the fast one: intervals instead of boxes.
+    """The copies from each entry, in the order of ``offers``, and whether they fill ``need``."""
+    # The usual and fast case: intervals instead of boxes.
     if all(_flat_alike(offer.fragment, need) for offer in offers):
         return _fill_flat(need, offers, last_row)
     left = regions_of(need)
     if last_row is not None:
-        # Rows from ``last_row`` on are padding of a vocabulary that no source has.
+        # Rows from ``last_row`` on are padding that no source has.
         above = Region((0,) * len(need.global_shape), (last_row, *need.global_shape[1:]))
         left = [needed for region in left if (needed := common(region, above)) is not None]
     filled: Filled = []
@@ -341,7 +338,7 @@ def _fill(need: Fragment, offers: Sequence[ShardEntry], last_row: int | None) ->
 
 
 def _take(left: list[Region], offered: Sequence[Region]) -> tuple[list[Region], list[Region]]:
-    """What remains of the disjoint boxes ``left`` without the disjoint boxes ``offered``, and what they share."""
+    """The disjoint boxes ``left`` minus the disjoint boxes ``offered``, and their intersection."""
     shared: list[Region] = []
     for taken in offered:
         rest: list[Region] = []
@@ -357,7 +354,7 @@ def _take(left: list[Region], offered: Sequence[Region]) -> tuple[list[Region], 
 
 
 def _flat_alike(have: Fragment, need: Fragment) -> bool:
-    """Whether the two boxes differ in dimension 0 alone: then what they share is one run of each."""
+    """Whether the two boxes differ in dimension 0 only: then their overlap is one run in each."""
     one, other = have.box, need.box
     return one.shape[1:] == other.shape[1:] and one.offset[1:] == other.offset[1:]
 
@@ -389,7 +386,7 @@ def _fill_flat(need: Fragment, offers: Sequence[ShardEntry], last_row: int | Non
 
 
 def _interval(fragment: Fragment) -> Interval:
-    """The fragment's range counted from the first row of the tensor, in rows of its own box."""
+    """The fragment's flat range, counted from row 0 of the tensor in rows of the fragment's box."""
     offset = fragment.box.offset
     above = offset[0] * math.prod(fragment.box.shape[1:]) if offset else 0
     return above + fragment.start, above + fragment.stop

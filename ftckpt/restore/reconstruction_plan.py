@@ -1,4 +1,4 @@
-"""What must be rebuilt so that a snapshot is whole, whether parity can do it, and the arithmetic of it: all pure."""
+"""Planning of reconstruction: the chunks that a snapshot lacks, the repairs that give them, and their solution."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 T = TypeVar("T")
 
 NEW_SLOT = -1
-"""In place of a slot's number: the shard comes into a slot that is chosen when it is rebuilt."""
+"""Placeholder for a slot's number: the slot is chosen when the shard is reconstructed."""
 
 
 @dataclass(frozen=True)
 class ShardRepair:
-    """One shard that is not whole anywhere: it is rebuilt at ``at``, in a new slot or in place.
+    """One shard without a good slot: it is reconstructed at ``at``, in a new slot or in place.
 
-    ``chunks`` come from parity; all else (objects and volatile chunks, manifest and checksums of a new slot) comes
-    from the ``package``, which a slot that has only bad chunks can do without. ``parts`` are those of ``Corruption``.
+    ``chunks`` come from parity; all else (objects and mutable chunks, manifest and checksums of a new slot) comes
+    from the ``package``, which a slot with only bad chunks does not need. ``parts``: see ``Corruption``.
     """
 
     shard: str
@@ -40,13 +40,13 @@ class ShardRepair:
 
     @property
     def in_place(self) -> bool:
-        """Whether a slot that is there is repaired."""
+        """Whether an existing slot is repaired."""
         return self.at.slot != NEW_SLOT
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """How the shards of ``fixes`` are made whole: by ``repairs``, in an order in which each has what it needs."""
+    """The plan for the shards of ``fixes``: ``repairs``, ordered so that each has its inputs."""
 
     fixes: Mapping[str, ShardRepair]
     repairs: tuple[Repair, ...]
@@ -58,9 +58,9 @@ def assess(
     shield: SnapshotProtection,
     bad_blocks: Collection[BlockId],
 ) -> Rebuild | tuple[str, ...]:
-    """How to make ``candidate`` whole with what ``shield`` has of it, or why that cannot be done, a text per shard.
+    """The plan that completes ``candidate`` from its protection ``shield``, or a reason per shard why there is none.
 
-    ``bad`` slots did not verify, nor did ``bad_blocks`` of parity.
+    ``bad`` slots and ``bad_blocks`` of parity failed verification.
     """
     fixes: dict[str, ShardRepair] = {}
     arenas: dict[str, str] = {}
@@ -96,15 +96,15 @@ def _fix(
     packages = sorted(shield.packages.get(shard, ()), key=lambda one: (one.at.node != home, one.at))
     package = packages[0] if packages else None
     damaged = [s for s in candidate.slots.get(shard, ()) if not bad[s].useless]
-    # The slot with the least to rebuild first; of those that are alike the one at home.
+    # The slot with the fewest bad chunks first; among equals the one on the home node.
     for source in sorted(damaged, key=lambda s: (len(bad[s].chunks), s.node != home, s)):
         damage = bad[source]
-        # The name has the manifest's digest: the package was cut as this slot is.
+        # The name has the manifest's digest: package and slot have the same chunks.
         if package is not None and package.holding.arena == source.arena:
-            # Parity covers the chunks in front of the first volatile one; those behind it are in the package.
+            # Parity covers the chunks before the first mutable one; that and later ones are in the package.
             chunks = tuple(c for c in damage.chunks if c < package.holding.volatile[0])
             return ShardRepair(shard, source, chunks, package, damage.parts)
-        # Without a package nothing has the objects; header and padding follow from the manifest.
+        # Only a package has the objects; header and padding follow from the manifest.
         if OBJECTS not in damage.parts:
             return ShardRepair(shard, source, damage.chunks, None, damage.parts)
     if package is None:
@@ -114,13 +114,13 @@ def _fix(
 
 
 def _fits(group: ParityGroup, arenas: Mapping[str, str]) -> bool:
-    """Whether the group was made for the arenas that hold the snapshot."""
-    # An arena's name has the manifest's digest: with another cut the chunk numbers of the group mean nothing here.
+    """Whether the group was made for the arenas that have the snapshot."""
+    # An arena's name has the manifest's digest: with another one chunk numbers differ from the group's.
     return all(arenas.get(member.shard) == member.arena for member in group.members)
 
 
 def _lost_blocks(groups: Sequence[ParityGroup], shield: SnapshotProtection) -> set[BlockId]:
-    """Blocks of parity files that are not there; blocks in slots go with their chunks."""
+    """Blocks of missing parity files; blocks in slots are lost with their chunks."""
     return {
         (group.name, holder, block)
         for group in groups
@@ -139,10 +139,10 @@ def _state(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption]) -
         parts += some.parts
         return f"{', '.join(parts)} are corrupt" if parts else "its slot is corrupt"
     if candidate.homes[shard] not in candidate.nodes:
-        return "its node's arenas are gone"
+        return "its node's arenas are lost"
     if not candidate.ranks and shard not in candidate.arenas:
-        return "its arena is gone"
-    return "its arena does not hold it"
+        return "its arena is lost"
+    return "its arena does not have it"
 
 
 def _reason(
@@ -165,7 +165,7 @@ def _reason(
 
 @dataclass(frozen=True)
 class Input:
-    """A chunk or a block of ``nbytes``, and the rank that reads it."""
+    """A chunk or block of ``nbytes``, and the rank that reads it."""
 
     at: ChunkAt | BlockAt
     reader: int
@@ -174,9 +174,9 @@ class Input:
 
 @dataclass(frozen=True)
 class RepairTask:
-    """A repair as one rank does it: ``own`` are the lost chunks that it writes.
+    """One rank's part of a repair: ``own`` are the lost chunks that it writes.
 
-    ``data`` are the stripe's arrays in order (an input, MISSING, or None: zeros), ``blocks`` those used, by row.
+    ``data``: the stripe's arrays in order (an input, MISSING, or None: zeros). ``blocks``: the blocks used, by row.
     """
 
     repair: Repair
@@ -192,13 +192,13 @@ class RepairTask:
         chunk_input: Callable[[str, int, int], Input],
         block_input: Callable[[BlockId, int], Input],
     ) -> RepairTask:
-        """The part of ``repair`` that a rank has which rebuilds the shards ``mine``."""
+        """The task of the rank that reconstructs the shards ``mine``."""
         group, stripe = repair.group, repair.stripe
         data: list[Input | MissingArray | None] = []
         for index, offset in stripe.data:
             member = group.members[index]
             chunk = (member.shard, member.first + offset)
-            # A member with fewer chunks than the others stands in the last stripes as zeros.
+            # A member with fewer chunks than the others is zeros in the last stripes.
             if offset < 0:
                 data.append(None)
             elif chunk in repair.lost:
@@ -225,12 +225,12 @@ class RepairTask:
 
     @property
     def width(self) -> int:
-        """How many arrays are in memory at a time: those read, those solved and one scratch for each."""
+        """The number of arrays in memory at a time: those read, those solved and a scratch array for each."""
         return len(self.inputs) + 2 * max(1, len(self.repair.lost))
 
     @property
     def out_bytes(self) -> int:
-        """Bytes that are written, ends of short chunks counted as whole."""
+        """Bytes written, with short chunks counted at full length."""
         return self.length * len(self.own)
 
 
@@ -244,12 +244,12 @@ class TaskSlice:
 
     @property
     def nbytes(self) -> int:
-        """Memory that solving it takes, inputs and scratch among it."""
+        """Memory to solve it, including inputs and scratch."""
         return (self.end - self.begin) * self.task.width
 
 
 def levels(repairs: Sequence[Repair]) -> list[list[Repair]]:
-    """Repairs that can be done at the same time, in the order of the levels: each needs only earlier ones."""
+    """Levels of repairs: those of one level are independent, and need only earlier levels."""
     level_of: dict[ChunkId, int] = {}
     by_level: list[list[Repair]] = []
     for repair in repairs:
@@ -262,7 +262,7 @@ def levels(repairs: Sequence[Repair]) -> list[list[Repair]]:
 
 
 def _needed(repair: Repair) -> Iterator[ChunkId]:
-    """Chunks that a repair reads."""
+    """The chunks that a repair reads."""
     group = repair.group
     for index, offset in repair.stripe.data:
         member = group.members[index]
@@ -275,7 +275,7 @@ def _needed(repair: Repair) -> Iterator[ChunkId]:
 
 
 def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice]]:
-    """Tasks cut into slices, which stand together while they take ``most_bytes`` of memory or less."""
+    """Slices of tasks, in batches that take at most ``most_bytes`` of memory."""
     slices: list[TaskSlice] = []
     for task in tasks:
         # ``width`` arrays of this length are in memory at a time.
@@ -286,7 +286,7 @@ def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice
 
 
 def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> list[list[T]]:
-    """The items in order, which stand together while they have ``most_bytes`` or less; a larger one stands alone."""
+    """The items in order, in batches of at most ``most_bytes``; a larger item is a batch of its own."""
     batched: list[list[T]] = []
     room_bytes = 0
     for item in items:
@@ -301,15 +301,15 @@ def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) 
 def solve_slice(
     task_slice: TaskSlice, index: int, received: Mapping[tuple[int, Input], Bytes], arenas: OpenArenas
 ) -> dict[ChunkId, Bytes]:
-    """The bytes of this slice of each chunk that the rank rebuilds.
+    """The bytes of this slice of each chunk that the rank reconstructs.
 
-    ``received`` has what came from other nodes, by ``index`` of the slice and input; the rest is read in place.
+    ``received``: bytes from other nodes, by ``index`` of the slice and input; local bytes are read in place.
     """
     task, group = task_slice.task, task_slice.task.repair.group
     nbytes = task_slice.end - task_slice.begin
 
     def bytes_of(wanted: Input) -> Bytes:
-        # A short chunk has ended before this slice: to the code it is zeros from there on.
+        # A short chunk that ends before this slice: the erasure code treats it as zeros.
         if wanted.nbytes <= task_slice.begin:
             return np.empty(0, np.uint8)
         if (index, wanted) in received:
@@ -317,7 +317,7 @@ def solve_slice(
         return np.frombuffer(arenas.view(wanted.at), np.uint8)[task_slice.begin : task_slice.end]
 
     data = [bytes_of(item) if isinstance(item, Input) else item for item in task.data]
-    # No block is used where the data is all there: what was lost is the block itself, encoded anew.
+    # No blocks are used if all data exists: the lost chunks are blocks, which are encoded again.
     if not task.repair.use:
         known = [None if isinstance(array, MissingArray) else array for array in data]
         rows = {block_chunk(group, *at): row for row, at in enumerate(task.repair.stripe.blocks)}

@@ -1,13 +1,13 @@
-"""Bytes between ranks: messages of bounded size, many on their way at a time, from and into strided memory.
+"""Exchange of bytes between ranks: messages of bounded size, several in flight, from and into strided memory.
 
-The one rank's stream of bytes for another is cut into messages of at most ``MESSAGE_BYTES``, in places that both
-know: a message needs no header. Messages stand in the order (distance, number): at distance d, from 1 to the number
-of ranks - 1, rank i sends to i + d and receives from i - d. Every rank posts its sends and receives in this order and
-lets ``OPEN_STEPS`` steps of it stand open. That cannot lock up: of all messages that are not through, take the first
-in this order. Neither its sender nor its receiver can wait for an earlier one, so both have posted it.
+A stream of bytes from one rank to another is cut into messages of at most ``MESSAGE_BYTES``, at offsets that both
+know, so messages need no header. Messages are ordered by (distance, number): at distance d, from 1 to the number of
+ranks - 1, rank i sends to i + d and receives from i - d. Every rank posts its sends and receives in this order and
+keeps ``OPEN_STEPS`` steps in flight. This cannot deadlock: take the first unfinished message in this order. Neither
+its sender nor its receiver can wait for an earlier one, so both have posted it.
 
-Ranks that lack the same bytes fetch a part each and hand it to the others, so that what crosses to them does so once:
-``sharers`` finds them by names of what each rank reads from other nodes, ``part_of`` deals the parts.
+Ranks that need the same bytes of another node fetch a part each and pass it on, so that the bytes cross once:
+``sharers`` finds these ranks by the names of their reads, ``part_of`` divides the bytes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ftckpt.model.fragment import Shape
 from ftckpt.restore.plan import StridedCopy, cut
 
 MESSAGE_BYTES = 16 << 20
-"""Upper bound of one message, and of what is copied at a time between looks at the group."""
+"""Maximum size of a message, and of the local copies between two steps of the exchange."""
 
 ALONE_BYTES = 1 << 20
-"""Strips of this length or more have messages of their own."""
+"""Minimum size of strips that get messages of their own."""
 
 OPEN_STEPS = 2
-"""Steps that stand open at a time, each with one message sent and one received; a message may need a buffer."""
+"""Steps in flight, each with one message sent and one received; a message may need a buffer."""
 
 # Of xxh3-128.
 NAME_BYTES = 16
 GRAIN_BYTES = 4096
-"""Parts of what several ranks lack are multiples of this, but for the last one."""
+"""Parts of shared bytes are multiples of this, except for the last part."""
 
 Name = bytes
-"""Names the bytes that a read from another node takes, and their order."""
+"""Identifier of the bytes that a read from another node takes, in their order."""
 Ranks = tuple[int, ...]
 
 
 class Strip(NamedTuple):
-    """Bytes of a 1-D uint8 tensor in the order of some loops: one side of a ``StridedCopy`` of bytes."""
+    """Bytes of a 1-D uint8 tensor in the order of nested loops: one side of a ``StridedCopy`` of bytes."""
 
     memory: torch.Tensor
     begin: int
@@ -62,21 +62,21 @@ class Strip(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether they lie side by side."""
+        """Whether the bytes are contiguous."""
         return self.strides == (1,)
 
     @property
     def fits(self) -> bool:
-        """Whether all of them lie in the memory."""
+        """Whether all bytes are inside the memory."""
         # Loops come from other ranks, and a bad one would read past the mapping.
         memory, begin, shape, strides = self
-        if strides == (1,):  # most, of thousands
+        if strides == (1,):  # the fast path, for most of thousands
             return begin >= 0 and shape[0] >= 0 and begin + shape[0] <= memory.numel()
         return min(begin, *shape, *strides) >= 0 and self.end <= memory.numel()
 
     @property
     def end(self) -> int:
-        """Behind the last byte."""
+        """One past the last byte."""
         return (
             self.begin + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         )
@@ -89,25 +89,25 @@ class Strip(NamedTuple):
         return self.memory[self.begin :].as_strided(self.shape, self.strides)
 
     def part(self, begin: int, end: int) -> Iterator[Strip]:
-        """Bytes ``begin`` to ``end``, counted in this order."""
+        """Bytes ``begin`` to ``end``, in the order of the loops."""
         copy = StridedCopy(self.begin, self.begin, self.shape, self.strides, self.strides)
         for piece in cut(copy, begin, end):
             yield Strip(self.memory, piece.source, piece.shape, piece.source_strides)
 
 
 def source_strip(copy: StridedCopy, memory: torch.Tensor) -> Strip:
-    """Where ``copy`` (of bytes) reads."""
+    """The bytes that ``copy`` (of bytes) reads."""
     return Strip(memory, copy.source, copy.shape, copy.source_strides)
 
 
 def dest_strip(copy: StridedCopy, memory: torch.Tensor) -> Strip:
-    """Where ``copy`` (of bytes) writes."""
+    """The bytes that ``copy`` (of bytes) writes."""
     return Strip(memory, copy.dest, copy.shape, copy.dest_strides)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """All bytes that one rank has for another, in an order that both know."""
+    """All bytes that one rank sends to another, in an order that both know."""
 
     strips: Sequence[Strip]
 
@@ -116,9 +116,9 @@ class Stream:
         return sum(strip.nbytes for strip in self.strips)
 
     def messages(self) -> Iterator[list[Strip]]:
-        """The strips of each message. Long ones are not joined with others: what is a run then needs no buffer.
+        """The strips of each message. Long strips are not joined with others, so that a run needs no buffer.
 
-        Which bytes go into which message follows from the lengths of the strips, which are the same on both sides.
+        The cuts follow from the lengths of the strips, which are the same on both sides.
         """
         message: list[Strip] = []
         room = MESSAGE_BYTES
@@ -146,13 +146,13 @@ def exchange(
     meanwhile: Iterable[int] = (),
     landed: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Send and receive the streams, by the rank they go to or come from. Collective: both sides name the same ones.
+    """Send and receive streams, by destination and source rank. Collective: both sides pass the same streams.
 
-    ``meanwhile`` is other work of this rank: a little of it is done between messages, all of it before the end.
-    ``landed`` is called with the bytes of each message once they are where they belong.
+    ``meanwhile`` is other work of this rank: one item is done between messages, the rest before the end. ``landed``
+    is called with the size of each received message once its bytes are in place.
 
     Raises:
-        RuntimeError: a rank is gone, or does not answer within the deadline of ``group``.
+        RuntimeError: a rank has exited, or does not answer within the deadline of ``group``.
     """
     work = iter(meanwhile)
     open_steps: deque[_Step] = deque()
@@ -160,7 +160,7 @@ def exchange(
     for number, messages in enumerate(_steps(group, outgoing, incoming)):
         if len(open_steps) == OPEN_STEPS:
             landed(open_steps.popleft().finish())
-        # The step that used these buffers before is the one that was finished above.
+        # The step that used these buffers before was finished above.
         open_steps.append(_Step(group, messages, buffers[number % OPEN_STEPS]))
         next(work, None)
     while open_steps:
@@ -171,7 +171,7 @@ def exchange(
 
 
 class _Messages(NamedTuple):
-    """What is to be sent and received in one step; None where nothing is."""
+    """The messages sent and received in one step; None for no message."""
 
     number: int
     to: int
@@ -181,7 +181,7 @@ class _Messages(NamedTuple):
 
 
 def _steps(group: Group, outgoing: Mapping[int, Stream], incoming: Mapping[int, Stream]) -> Iterator[_Messages]:
-    """This rank's steps in the order that all ranks have."""
+    """This rank's steps, in the order common to all ranks."""
     distances = {(to - group.rank) % group.size for to in outgoing}
     distances |= {(group.rank - source) % group.size for source in incoming}
     nothing = Stream(())
@@ -193,13 +193,13 @@ def _steps(group: Group, outgoing: Mapping[int, Stream], incoming: Mapping[int, 
 
 
 class _Buffers:
-    """Memory for one message in each direction, taken when it is first needed."""
+    """Memory for one message in each direction, allocated on first use."""
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
 
     def get(self, direction: str, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of it; what was in it is lost."""
+        """A buffer of ``nbytes``; its earlier content may be overwritten."""
         have = self._memory.get(direction)
         if have is None or have.numel() < nbytes:
             have = self._memory[direction] = host_memory(nbytes)
@@ -207,7 +207,7 @@ class _Buffers:
 
 
 class _Step:
-    """One step on its way. Bytes in a row of host memory travel from where they lie to where they belong."""
+    """One step in flight. Contiguous host memory is sent and received in place, without a buffer."""
 
     def __init__(self, group: Group, messages: _Messages, buffers: _Buffers) -> None:
         self._works: list[Message] = []
@@ -217,19 +217,18 @@ class _Step:
             self._landing = _direct(messages.received)
             if self._landing is None:
                 self._landing = buffers.get("in", _nbytes(messages.received))
-            # The number is the tag: two ranks meet at one distance of an exchange alone, so it names one message of
-            # theirs.
+            # The number is the tag: two ranks meet at one distance of an exchange only, so it identifies the message.
             self._works.append(group.start_receive(self._landing, messages.source, messages.number))
         if messages.sent is not None:
             data = _direct(messages.sent)
             if data is None:
                 data = buffers.get("out", _nbytes(messages.sent))
-                # Before it is sent: gloo reads only host memory in a row.
+                # gloo sends only contiguous host memory.
                 _pack(messages.sent, data)
             self._works.append(group.start_send(data, messages.to, messages.number))
 
     def finish(self) -> int:
-        """Wait until both messages are through; the bytes that were received are where they belong then."""
+        """Wait for both messages and put the received bytes in place; returns their number."""
         for work in self._works:
             work.wait()
         if self._landing is not None and _direct(self._received) is None:
@@ -238,7 +237,7 @@ class _Step:
 
 
 def _direct(strips: Sequence[Strip]) -> torch.Tensor | None:
-    """The memory of the whole message, where it is a single run of host memory."""
+    """The memory of the message if it is a single run of host memory, else None."""
     if len(strips) == 1 and strips[0].is_run and strips[0].memory.device.type == "cpu":
         return strips[0].view
     return None
@@ -263,7 +262,7 @@ def _unpack(data: torch.Tensor, strips: Sequence[Strip]) -> None:
 
 
 def name_of(place: bytes, copies: Iterable[StridedCopy]) -> Name:
-    """Names the bytes that ``copies`` read, in their order, of what ``place`` (canonical text) names."""
+    """The identifier of the bytes that ``copies`` read, in order, from the source ``place`` (canonical text)."""
     digest = xxhash.xxh3_128(place)
     for copy in copies:
         loops = (copy.source, len(copy.shape), *copy.shape, *copy.source_strides)
@@ -272,10 +271,10 @@ def name_of(place: bytes, copies: Iterable[StridedCopy]) -> Name:
 
 
 def sharers(names: Sequence[bytes], rank: int) -> dict[Name, Ranks]:
-    """By name, the ranks that lack the same bytes as ``rank``, itself among them, ascending; at least two.
+    """By name, the ranks that need the same bytes as ``rank``, itself included, ascending; at least two.
 
-    ``names`` has those of each rank, joined, none of them twice. Pure: every rank computes the same from the same
-    gathered names.
+    ``names`` are the concatenated names of each rank, without duplicates. Pure: every rank computes the same from the
+    same gathered names.
     """
     counts = [len(joined) // NAME_BYTES for joined in names]
     every = _words(b"".join(names))
@@ -283,7 +282,7 @@ def sharers(names: Sequence[bytes], rank: int) -> dict[Name, Ranks]:
     if len(mine) == 0:
         return {}
     owner = np.repeat(np.arange(len(names)), counts)
-    # A sieve by the first of the two words; the whole names are compared below.
+    # A prefilter by the first of the two words; full names are compared below.
     common = np.flatnonzero(np.isin(every[:, 0], mine[:, 0]))
     own = {names[rank][at : at + NAME_BYTES] for at in range(0, len(names[rank]), NAME_BYTES)}
     by_name: dict[Name, list[int]] = {}
@@ -295,11 +294,11 @@ def sharers(names: Sequence[bytes], rank: int) -> dict[Name, Ranks]:
 
 
 def part_of(name: Name, nbytes: int, ranks: Ranks, rank: int) -> tuple[int, int]:
-    """Bytes from … to that ``rank``, one of ``ranks``, fetches of ``nbytes``; they may be none.
+    """The range (begin, end) of ``nbytes`` that ``rank``, one of ``ranks``, fetches; may be empty.
 
-    The parts of all ranks fill the whole. What is too small for all of them goes to a few, others for other names.
+    The ranges of all ranks cover all bytes. Items too small for all ranks go to a few, which depend on the name.
     """
-    # A byte of the digest, which is as good as random: it deals who gets the larger part, or any part of small items.
+    # A byte of the digest, practically random: it chooses who gets a larger part, or any part of a small item.
     place = (ranks.index(rank) + name[0]) % len(ranks)
     grains = -(-nbytes // GRAIN_BYTES)
     begin, end = (grains * edge // len(ranks) * GRAIN_BYTES for edge in (place, place + 1))

@@ -1,4 +1,4 @@
-"""Rebuilds what a snapshot lacks, in the trainers' processes: packages, data and parity go where they are needed."""
+"""Collective reconstruction of a snapshot's lost shards in the trainers, from packages, data and parity."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from ftckpt.restore.reconstruction_plan import Input, Rebuild, RepairTask, TaskS
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 
 BATCH_BYTES = 64 << 20
-"""Bound on what a rank holds at a time beside the slots: bytes read and bytes solved."""
+"""Maximum memory of a rank in addition to the slots: bytes read and bytes solved."""
 
 _PATIENCE_SECS = 5.0
-"""Nothing is given up for what the SMP has yet to unmap."""
+"""Wait for the SMP to unmap freed files before snapshots are evicted."""
 
-_STILL_BAD = Corruption(reason="does not verify after its repair")
+_STILL_BAD = Corruption(reason="fails verification after its repair")
 
 Usage = dict[str, dict[str, int]]
-"""By what was rebuilt → chunks and bytes."""
+"""Source of reconstructed or fetched chunks → chunks and bytes."""
 
 
 @dataclass
 class Outcome:
-    """What came of a repair, alike on all ranks.
+    """The outcome of a repair, the same on all ranks.
 
-    ``sources`` are the shards that are whole now. Otherwise ``damage`` of slots, ``bad_blocks`` or ``given_up`` say
-    what must not be used again.
+    On success ``sources`` has the slots of the reconstructed shards. Otherwise ``damage``, ``bad_blocks`` or
+    ``given_up`` name the slots, the blocks or the snapshot (by the reason) that must not be used again.
     """
 
     sources: dict[str, SlotAt] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RepairContext:
-    """This rank among all, and what it may read; ``readers`` are the ranks that read each shard, or rebuild it."""
+    """The job and node of a repair; ``readers``: the rank that reads or reconstructs each shard."""
 
     group: Group
     topology: Topology
@@ -72,14 +72,14 @@ class RepairContext:
 
 @dataclass(frozen=True)
 class BadSolve:
-    """A stripe that was solved to wrong bytes: the blocks it was solved by, and the chunks."""
+    """A stripe that was solved to wrong bytes: the parity blocks used, and the chunks."""
 
     use: tuple[BlockId, ...]
     chunks: tuple[ChunkId, ...]
 
 
 class Repairer:
-    """One attempt to rebuild what ``decision`` lacks. ``run`` is collective."""
+    """One attempt to reconstruct the shards that ``decision`` lacks. ``run`` is collective."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class Repairer:
         self._done_bytes = 0
 
     def run(self) -> Outcome:
-        """Rebuild all shards, or say what is in the way.
+        """Reconstruct all shards; the outcome has them, or the causes of failure.
 
-        After a failure slots that were taken for it are void. They held what no restart can use, unless an arena had
-        none of that: then it lacks a newer snapshot, or the oldest one that could be taken in place of this.
+        After a failure the slots used for it are lost. They were useless, unless an arena had no such slot: then it
+        has lost a newer snapshot, or the oldest fallback.
 
         Raises:
             MemoryBudgetError, ArenaError: on all ranks together.
-            RuntimeError: from torch.distributed, when a peer is gone.
+            RuntimeError: from torch.distributed; a rank has exited.
         """
         begin = time.monotonic()
-        # Before any slot is touched: bytes solved from a bad block would fail their checksum, but only at the end.
+        # Before any slot is written: bytes solved from a bad block would fail their checksum, but only at the end.
         bad_blocks = self._verify_blocks()
         if bad_blocks:
             return Outcome(bad_blocks=bad_blocks)
@@ -123,7 +123,7 @@ class Repairer:
         finally:
             for build in self._builds.values():
                 build.close()
-            # Their mappings show files that were renewed or replaced; whoever reads next opens them anew.
+            # Mappings may show replaced files; the next reader opens the current ones.
             self._site.arenas.close()
         if outcome.sources:
             outcome.usage = self._gather_usage()
@@ -131,12 +131,12 @@ class Repairer:
         return outcome
 
     def _verify_blocks(self) -> set[BlockId]:
-        """Blocks of parity files that are needed and do not have the checksum they were written with."""
+        """Required blocks of parity files that fail their checksum."""
         needed = sorted({block for repair in self._rebuild.repairs for block in repair.use})
         bad = []
         for block in needed:
             at = self._block_at(block)
-            # By the block's number: the ranks of a node share the reading.
+            # By the block's number: the ranks of a node share the work.
             if at is None or self._reader_on(at.node, at.block) != self._group.rank:
                 continue
             try:
@@ -148,9 +148,9 @@ class Repairer:
         return {block for blocks in codec.gather(self._group, bad, list[BlockId]) for block in blocks}
 
     def _open(self) -> None:
-        """Create or open every slot that is rebuilt; from then on all ranks know where they lie."""
+        """Create or open every slot to reconstruct, and gather their places on all ranks."""
         packages = self._fetch_packages()
-        # As the other arenas of the job have; 2, the least there can be, where none could be read.
+        # As in the job's other arenas; 2, the minimum, if none could be read.
         num_slots = max((report.num_slots for report in self._inventory.arenas), default=0) or 2
         keep, arenas = worth_keeping(self._inventory, self._site.topology, self._snapshot), self._site.arenas
         for shard, fix in self._rebuild.fixes.items():
@@ -194,18 +194,18 @@ class Repairer:
         by_level = levels(self._rebuild.repairs)
         mine = together(self._group, lambda: [[self._task(r) for r in level if self._own(r)] for level in by_level])
         total = sum(task.out_bytes for tasks in mine for task in tasks)
-        progress = Progress(f"rank {self._group.rank} rebuilds {', '.join(list(self._builds)[:3])}")
+        progress = Progress(f"rank {self._group.rank} reconstructs {', '.join(list(self._builds)[:3])}")
         for tasks in mine:
             wrong: list[RepairTask] = []
             batched = batches(tasks, BATCH_BYTES)
-            # Every rank takes part in each exchange, with nothing to ask for where its own batches are done.
+            # Every rank takes part in each exchange, without requests once its own batches are done.
             num_batches = max(codec.gather(self._group, len(batched), int))
             for number in range(num_batches):
                 slices = batched[number] if number < len(batched) else []
                 inputs = self._read(slices)
                 wrong += together(self._group, lambda s=slices, i=inputs: self._put(s, i))  # type: ignore[misc]
                 progress(self._done_bytes, total)
-            # The next level reads what this one wrote: nobody goes on before all know that it is right.
+            # The next level reads what this one wrote: all ranks wait until it is verified.
             failed = self._gather_mistakes(wrong)
             if failed is not None:
                 return failed
@@ -225,11 +225,11 @@ class Repairer:
     def _block_input(self, block: BlockId, nbytes: int) -> Input:
         at = self._block_at(block)
         if at is None:
-            raise CorruptError(f"group {block[0]}: block {block[2]} of member {block[1]} is nowhere")
+            raise CorruptError(f"group {block[0]}: block {block[2]} of member {block[1]} has no parity file")
         return Input(at, reader_for(self._site.topology, at), nbytes)
 
     def _block_at(self, block: BlockId) -> BlockAt | None:
-        """Where a block of a parity file lies; None for one in a slot."""
+        """The location of a block of a parity file; None for one in a slot."""
         name, holder, index = block
         file = self._shield.parity.get((name, holder))
         return BlockAt(file.node, file.arena, file.file, index) if file is not None else None
@@ -239,7 +239,7 @@ class Repairer:
         return local[turn % len(local)]
 
     def _read(self, slices: Sequence[TaskSlice]) -> dict[tuple[int, Input], Bytes]:
-        """Bytes from other nodes, by slice and input; what lies on this node is read in place."""
+        """Bytes from other nodes, by slice and input; local bytes are read in place."""
         transfers: list[Transfer] = []
         buffers: dict[tuple[int, Input], torch.Tensor] = {}
         for index, task_slice in enumerate(slices):
@@ -252,14 +252,14 @@ class Repairer:
         return {key: buffer.numpy() for key, buffer in buffers.items()}
 
     def _put(self, slices: Sequence[TaskSlice], inputs: Mapping[tuple[int, Input], Bytes]) -> list[RepairTask]:
-        """Solve slices and write them; the tasks that ended with a wrong checksum."""
+        """Solve slices and write them; returns the tasks whose chunks have wrong checksums."""
         wrong = []
         for index, task_slice in enumerate(slices):
             task = task_slice.task
             for (shard, chunk), data in solve_slice(task_slice, index, inputs, self._site.arenas).items():
                 self._builds[shard].put(chunk, task_slice.begin, data)
             self._done_bytes += (task_slice.end - task_slice.begin) * len(task.own)
-            # Only whole chunks have checksums: the slices before the last are written unchecked.
+            # Only complete chunks have checksums: all slices but the last are written unchecked.
             if task_slice.end == task.length:
                 for shard, chunk in task.own:
                     self._builds[shard].clear_behind(chunk, task_slice.end)
@@ -281,17 +281,17 @@ class Repairer:
         outcome = Outcome()
         for mistake in mistakes:
             outcome.bad_blocks |= set(mistake.use)
-            # No block to blame: data and the chunk's checksum contradict each other, and trying again gives the same.
+            # No block to blame: data and the chunk's checksum contradict each other, and a retry gives the same.
             if not mistake.use:
                 shard, chunk = mistake.chunks[0]
-                outcome.given_up = f"{shard}: the parity in chunk {chunk} is of other bytes than those there are"
+                outcome.given_up = f"{shard}: the parity in chunk {chunk} does not match the data"
         return outcome
 
     def _finish(self) -> Outcome:
         def finish() -> list[str]:
             return [shard for shard, build in self._builds.items() if build.finish()]
 
-        # Sealed rank by rank: a kill in between leaves fewer shards to rebuild to the next start.
+        # Sealed rank by rank: after a kill in between the next start has fewer shards to reconstruct.
         failed = [shard for shards in gather_all(self._group, finish, list[str]) for shard in shards]
         if failed:
             return Outcome(damage=dict.fromkeys((self._sources[shard] for shard in failed), _STILL_BAD))
@@ -315,19 +315,19 @@ class Repairer:
                 sources=self._usage,
             )  # fmt: skip
         self._site.events.announce(
-            f"rebuilt {len(outcome.sources)} shards from parity: {nbytes / 1e9:.2f} GB in {secs:.1f} s"
+            f"reconstructed {len(outcome.sources)} shards from parity: {nbytes / 1e9:.2f} GB in {secs:.1f} s"
         )
 
 
 class Need(NamedTuple):
-    """What one rank takes of its node to rebuild: new bytes, and where it does so."""
+    """The memory that one rank needs for reconstruction: new bytes, and the slots."""
 
     nbytes: int
     sites: tuple[SlotAt, ...]
 
     @classmethod
     def of(cls, builds: Collection[ShardReconstruction]) -> Need:
-        """For all of these."""
+        """The sum over ``builds``."""
         return cls(sum(build.new_bytes() for build in builds), tuple(build.fix.at for build in builds))
 
 
@@ -341,16 +341,15 @@ def make_room(
     need: Callable[[], Need],
     keep: Sequence[Collection[SnapshotId]],
 ) -> None:
-    """Make sure that every node can hold what is rebuilt on it. Collective.
+    """Make room on every node for the reconstructed slots. Collective; no rank may have an arena mapped.
 
-    Where memory is short what no restart can use any more is given up: first what is of no use even if nodes come
-    back, then newer snapshots, which this restart would void a moment later. Nothing is given up anywhere unless
-    that suffices on every node. No rank may have an arena mapped.
+    If memory is short, unusable snapshots are evicted: first those that are useless even if nodes come back, then
+    newer ones, which this restart invalidates anyway. None is evicted unless that suffices on every node.
 
     Args:
-        chosen: the snapshot that is rebuilt; ``need``: what this rank takes for it. Arenas in which any rank rebuilds
-            are left alone.
-        keep: what ``choice.worth_keeping`` gives, of which the first that leaves enough stays.
+        chosen: the snapshot to reconstruct; ``need``: the memory of this rank for it. Arenas with a slot to
+            reconstruct are not touched.
+        keep: the result of ``decide.worth_keeping``; the first set that leaves enough memory is retained.
 
     Raises:
         MemoryBudgetError: a node has no room; on all ranks together.
@@ -358,7 +357,7 @@ def make_room(
     needs = gather_all(group, need, Need)
     total = for_rebuild(_of_node(topology, [one.nbytes for one in needs]))
     refusals = gather_all(group, lambda: refusal(node_dir, total.now_bytes, _PATIENCE_SECS), str)
-    # All ranks leave here together, or none does: what follows is collective.
+    # All ranks return here, or none does: the rest is collective.
     if not any(refusals):
         return
     why = refusals[group.rank]
@@ -366,8 +365,8 @@ def make_room(
     arenas = [path for path in list_arenas(node_dir) if path.name not in rebuilt]
     needed = together(group, lambda: _enough(node_dir, total, keep, arenas, why) if why else None)
 
-    # All ranks have been asked by here: where one node has no room whatever it gives up, none gives anything up.
-    # The first of ``keep`` has the newer snapshots too: where another was taken, those are given up.
+    # Here every node can make room: otherwise all ranks have raised above, and none evicts anything.
+    # Only the first set of ``keep`` has the newer snapshots: with another one they are evicted.
     free = partial(_free, events=events, iteration=chosen.iteration, newer=needed != keep[0])
     together(group, lambda: free(node_dir, arenas, total, needed) if needed is not None else None)
 
@@ -384,20 +383,20 @@ def _free(
 ) -> None:
     freed_bytes = give_up(arenas, snapshots)
     events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=newer)
-    events.announce(f"{human(freed_bytes)} that no restart needs were given up to rebuild iteration {iteration}")
-    # What was deleted counts as free only once nothing maps it: an error here is better than one in the middle.
+    events.announce(f"evicted {human(freed_bytes)} of unneeded snapshots to reconstruct iteration {iteration}")
+    # Deleted files count as free only once nothing maps them: an error is better now than during reconstruction.
     require(node_dir, total.now_bytes)
 
 
 def _of_node(topology: Topology, needs: Sequence[int]) -> int:
-    """What all ranks of this node need; its leader alone asks for it, or each of them would ask for all."""
+    """The memory that all ranks of this node need, on its leader; 0 on others, so that it is requested once."""
     return sum(needs[rank] for rank in topology.ranks_on(topology.me.node)) if topology.is_node_leader else 0
 
 
 def _enough(
     node_dir: Path, total: Ledger, keep: Sequence[Collection[SnapshotId]], arenas: Sequence[Path], why: str
 ) -> Collection[SnapshotId]:
-    """The first of ``keep`` that leaves room for ``total`` when all that it does not need is given up.
+    """The first set of ``keep`` that leaves room for ``total`` if all other snapshots are evicted.
 
     Raises:
         MemoryBudgetError: none does.
@@ -408,6 +407,6 @@ def _enough(
         if not refusal(node_dir, (spare + total).later_bytes):
             return needed
     raise MemoryBudgetError(
-        f"no room to rebuild what this node lacks of the snapshot, although {human(spare.free_bytes)} of what it "
-        f"holds could be given up: {why}"
+        f"no room to reconstruct this node's shards, even if {human(spare.free_bytes)} of snapshots are evicted: "
+        f"{why}"
     )

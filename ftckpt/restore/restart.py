@@ -1,5 +1,5 @@
-"""A restart, step by step: inventory → decide → verify → repair → void → plan → load. Where nothing must be repaired
-bytes are verified as they are loaded, and newer snapshots are void behind the last one."""
+"""The steps of a restart: inventory → decide → verify → repair → invalidate newer snapshots → plan → load. If nothing
+must be repaired, bytes may be verified while they are loaded; newer snapshots are then invalidated last."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _Brought = tuple[Needs, Traffic, Callable[[], bytes]]
 
 
 class _Start(NamedTuple):
-    """What a start goes by, see ``Restart.choose``; the same on all ranks.
+    """Inputs of one start, see ``Restart.choose``; the same on all ranks.
 
-    ``new``: the requests that it has to fulfil. ``asked``: all explicit acts of it. ``selection``: what may be taken,
-    under the lineage that it branches; ``shelf`` has what of that is on storage. ``reports``: what memory holds, as
-    long as nothing was touched.
+    ``new``: the requests to fulfil. ``asked``: all explicit requests of this start. ``selection``: the snapshots that
+    may be restored, under its lineage; ``shelf``: those of them on storage. ``reports``: the inventory of all ranks,
+    None if arenas were changed since.
     """
 
     seen: SurveyResult
@@ -73,17 +73,18 @@ class _Start(NamedTuple):
 
     @property
     def loaded(self) -> LoadedCheckpoint:
-        """By the script."""
+        """The checkpoint that the script has loaded."""
         return self.seen.loaded
 
     @property
     def needs_snapshot(self) -> bool:
-        """Whether nothing but a snapshot will do."""
+        """Whether training can continue only from a snapshot."""
         return not self.loaded.is_one and self.on_lost != "fresh"
 
 
 class Restart:
-    """One restart. Every method but ``capacities`` is collective, called in the order in which they stand."""
+    """One restart: ``choose``, ``void_newer``, ``load`` unless ``choose`` gave None, ``record_lineage``, ``close``;
+    in this order, and collective but for ``close``."""
 
     def __init__(
         self, group: Group, topology: Topology, node_dir: Path, events: Events, *, storage: str = "", slots: int = 2,
@@ -97,45 +98,43 @@ class Restart:
         self._storage, self._slots, self._job = storage, slots, job
         self._shelf = NO_SHELF
         self._start: _Start  # from ``choose`` on
-        self._chosen: SelectedSlots | None = None  # of the decision, from ``void_newer`` on
-        self._coming: PendingLoad | None = None  # what brings the decision
+        self._chosen: SelectedSlots | None = None  # the slots of the decision; set by ``void_newer``
+        self._coming: PendingLoad | None = None  # the unverified load of the decision
         self.in_memory = True
-        """Whether what was loaded lies in memory, too; from ``load`` on."""
-        self._decide: Callable[[], Decision | None] | None = None  # without what was coming, and was bad
-        self._is_touched = False  # the live state, by what is coming
+        """Whether the loaded snapshot is in memory, too; set by ``load``."""
+        self._decide: Callable[[], Decision | None] | None = None  # the next decision if the pending load is bad
+        self._is_touched = False  # whether the pending load may have written to the live state
         self.on_storage = -1
-        """The newest iteration on storage up to the one that training goes on from, -1 for none; from ``load`` on, or
-        from ``choose`` where nothing is loaded."""
-        self._abandons = False  # something on storage
+        """The newest iteration on storage up to the one that training resumes from, -1 for none; set by ``load``, or
+        by ``choose`` if it returns None."""
+        self._abandons = False  # whether storage has newer snapshots than the one that training resumes from
         self.lineage = UNKNOWN
-        """Of the snapshots that will be taken; from ``load`` on, or from ``choose`` where nothing is loaded."""
+        """The lineage of the snapshots that will be taken; set as ``on_storage``."""
         self.why = ""
-        """Why memory is not gone on from, in words; empty where it is, and where there is nothing in it."""
+        """The reason why training does not resume from memory; empty if it does, or if memory has no snapshot."""
         self.cast: frozenset[str] = frozenset()
-        """Names of this rank's fragments that ``load`` has made of their masters."""
+        """Names of this rank's fragments that ``load`` has computed from their masters."""
         self.usage: Usage = {}
-        """What was rebuilt, of all ranks, by what (``source`` of ``parity.modes.TRAITS``): chunks and bytes. Empty
-        where all was taken as it lay in memory."""
+        """Chunks and bytes that all ranks reconstructed or fetched, by source (``source`` of ``parity.modes.TRAITS``,
+        or ``storage``). Empty if everything was read from slots."""
 
     def choose(
         self, on_lost: str, loaded: LoadedCheckpoint = NO_CHECKPOINT, request: Request = NO_REQUEST,
         unproven: bool = False,
     ) -> Decision | None:  # fmt: skip
-        """The newest snapshot that is whole, or was made whole from parity, and whose every byte was verified.
+        """The newest snapshot that is complete or was reconstructed, verified in every byte. None if there is none,
+        or if training resumes from the ``loaded`` checkpoint: it is newer, or the user rolls back to it.
 
-        ``unproven``: what nothing must be rebuilt of may be verified by ``load``, on the way, where nothing that is
-        there would be gone on with if it proved bad.
-
-        None: there is none, or what was ``loaded`` by the script counts, because it is newer, or the user goes back
-        to it. ``request``: the explicit acts of this start; what the lineage remembers counts no more.
+        ``request``: explicit requests of this start; those that the lineage has recorded are done. ``unproven``: let
+        ``load`` verify a snapshot that needs no repair, if the job cannot continue without a snapshot anyway.
 
         Raises:
-            LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded; or
-                nothing that was requested is there.
+            LostError: snapshots were lost and ``on_lost`` is ``fail``, or ``storage`` and nothing was loaded; or the
+                requested snapshot does not exist.
             ConfigError: ranks have loaded different iterations, or one that is not before the requested one.
-            StorageError: storage cannot record the branch that was requested, or has no checkpoint of that name.
+            StorageError: storage cannot record the requested branch, or has no checkpoint of that name.
             MismatchError: the snapshots belong to another version.
-            MemoryBudgetError, ArenaError: lost shards cannot be rebuilt here.
+            MemoryBudgetError, ArenaError: lost shards cannot be reconstructed on this node.
         """
         lineage = partial(read_lineage, self._node_dir)
         shelf_look = CatalogSurvey(self._group, self._storage, self._events, request, lineage=lineage)
@@ -150,14 +149,14 @@ class Restart:
         )  # fmt: skip
         reason = rollback_reason(seen.loaded, seen.head) if new == NO_REQUEST or seen.loaded.named else ""
         whole, decision = seen.whole(seen.head), None
-        # What is abandoned is not searched for: it need not be whole, or of this layout.
+        # Abandoned snapshots are not searched: they need be neither complete nor in this layout.
         if reason and whole >= 0:
             self.why = f"{reason}; memory ({whole}) is abandoned"
             self._events.emit("rolled_back", iteration=seen.loaded.iteration, newest=whole, reason=reason)
         elif not reason:
             decision = self._newest(start)
         if decision is None and not reason and new.name:
-            because = f": {self.why}" if self.why else ", not all of it is there"
+            because = f": {self.why}" if self.why else ", it is incomplete"
             raise LostError(
                 f"--ftckpt-restore-from {new.name}: cannot be restored{because}; name another one that 'ftckpt list' "
                 "shows, or none, to resume from the newest"
@@ -171,8 +170,8 @@ class Restart:
         return decision
 
     def _adopt_head(self, seen: SurveyResult) -> bool:
-        """A node that was away, or was killed before it wrote what others did, has snapshots of an abandoned branch:
-        they are void before anything is reconstructed there. Whether any node may have some."""
+        """Invalidate snapshots of abandoned branches, of a node that was away or was killed before it recorded the
+        head, before anything is reconstructed; returns whether a node may have some."""
         if all(one.lineage == seen.head for one in seen.memory if one.lineage.branches):
             return False
 
@@ -185,19 +184,19 @@ class Restart:
         return True
 
     def _requests_since(self, request: Request, seen: SurveyResult) -> Request:
-        """The requests that this start has to fulfil; where nothing is there, there is nothing to go back from."""
+        """The requests that this start has to fulfil; a rollback is ignored if there is no snapshot at all."""
         loaded, new = seen.loaded, request.since(seen.head)
-        if loaded.in_training:  # after the start that fulfilled them
+        if loaded.in_training:  # the start before training fulfilled them
             return NO_REQUEST
         if new.texts != request.texts:
             done = ", ".join(f"--ftckpt-{text}" for text in request.texts if text not in new.texts)
             self._events.announce(
-                f"{done}: an earlier start did that, and this one resumes; to do it once more, start once without it"
+                f"{done}: an earlier start did that, and this one resumes; to repeat it, start once without it"
             )
         if new.name and _named(new.name, seen) is None:
             raise StorageError(
-                f"--ftckpt-restore-from {new.name}: neither {self._storage or 'storage'} nor memory has such a "
-                "checkpoint; 'ftckpt list' shows the names",
+                f"--ftckpt-restore-from {new.name}: neither {self._storage or 'storage'} nor memory has a checkpoint "
+                "of that name; 'ftckpt list' shows the names",
                 lasting=True,
             )
         if new.before and max(seen.newest_there, loaded.iteration) < 0:
@@ -205,16 +204,16 @@ class Restart:
         if new.before and loaded.iteration >= new.before:
             raise ConfigError(
                 f"--ftckpt-rollback-before: {new.before}, but the script has loaded iteration {loaded.iteration}: "
-                "let it load one before that, or none"
+                "let it load an older one, or none"
             )
         return new
 
     def _selected(self, new: Request, seen: SurveyResult) -> Selection:
-        """The snapshots that may be taken, under the lineage that this start branches."""
+        """The snapshots that may be restored, and the lineage that this start branches."""
         if new.name and (named := _named(new.name, seen)) is not None:
             snapshot, lineage = named
             generation = lineage.generation_at(snapshot.iteration)
-            # By its name it is in doubt no more; what is older in the same doubt was not named.
+            # The named snapshot is no longer doubtful; older ones of the same range still are.
             doubtful = tuple(
                 replace(one, until=snapshot.iteration - 1)
                 if one.generation == generation and one.after < snapshot.iteration <= one.until
@@ -227,40 +226,40 @@ class Restart:
         return Selection(head, assumed=seen.head)
 
     def _record_request(self, start: _Start, decision: Decision | None) -> None:
-        """Storage knows of the branch before anything in memory is void, so that it counts if memory is lost."""
+        """Record the branch on storage before anything in memory is invalidated: it must survive loss of memory."""
         seen, asked = start.seen, ", ".join(f"--ftckpt-{text}" for text in start.new.texts)
         if decision is None and start.needs_snapshot:
             raise LostError(_nothing_before(start.new.before, seen))
         if self._storage and self._shelf.storage is None:
-            raise StorageError(f"{asked}: storage cannot record it: {self._shelf.problem}", lasting=True)
+            raise StorageError(f"{asked}: storage cannot record the branch: {self._shelf.problem}", lasting=True)
         iteration = decision.snapshot.iteration if decision is not None else max(0, seen.loaded.iteration)
         if start.new.before and decision is not None:
-            # Not at the iteration before the requested one: what is taken again up to that is of the new branch.
+            # At the restored iteration, not at the requested one: iterations in between belong to the new branch.
             branched = replace(start.selection, head=seen.head.branch(iteration))
             start = self._start = start._replace(selection=branched)
         self._claim(replace(start.selection.head, requests=start.asked))
         text = f"{asked}: resumes from iteration {iteration}"
         if seen.newest_there <= iteration:
-            self._events.announce(f"{text}; nothing newer is there")
+            self._events.announce(f"{text}; there are no newer snapshots")
             return
         self._events.emit("rolled_back", iteration=iteration, newest=seen.newest_there, reason=asked)
-        self._events.announce(f"{text}; what is newer is abandoned, not deleted")
+        self._events.announce(f"{text}; newer snapshots are abandoned, not deleted")
 
     def _claim(self, lineage: Lineage) -> None:
-        """Storage has ``lineage`` as the head. Collective."""
+        """Record ``lineage`` as the head on storage. Collective."""
 
         def claim() -> None:
             storage = self._shelf.storage
             if storage is None or self._group.rank != 0:
                 return
             ask(lambda: commit.claim(storage, self._group.name, self._job, time.time(), lineage))
-            if self._shelf.reader:  # to a claim all readers are killed ones
+            if self._shelf.reader:  # the claim removes all holds, this one too
                 ask(lambda: retention.hold(storage, self._shelf.reader))
 
         together(self._group, claim)
 
     def _newest(self, start: _Start) -> Decision | None:
-        """The newest of what memory and storage have; None: what was loaded is."""
+        """The newest snapshot in memory or on storage; None if the loaded checkpoint is newer."""
         in_memory, is_requested = start.seen.newest(start.selection.head), start.new != NO_REQUEST
         if not is_requested and 0 <= max(in_memory, start.shelf.newest) < start.loaded.iteration:
             self._give_up_older(in_memory, start.loaded)
@@ -272,8 +271,8 @@ class Restart:
         return decision
 
     def _search(self, start: _Start) -> Decision | None:
-        # What is on its way may prove to be bad when some of it is in place: only where nothing of the live state
-        # would be gone on with then.
+        # A pending load may turn out bad after it has overwritten some of the live state. So there is none if the job
+        # could continue with that state.
         overlaps = start.new == NO_REQUEST and start.needs_snapshot
         search = Search(
             self._group, self._topology, self._events, self._arenas, shelf=start.shelf,
@@ -283,13 +282,13 @@ class Restart:
         return self._found(search, search.run, start)
 
     def _found(self, search: Search, run: Callable[[], Decision | None], start: _Start) -> Decision | None:
-        """What a search comes to, and what to do where that proves bad."""
+        """The decision of a search; sets the alternative for a pending load that turns out bad."""
         on_lost, loaded, shelf = start.on_lost, start.loaded, start.shelf
         try:
             decision = run()
         except LostError as error:
             shelf.require_seen()
-            if start.new.name:  # whatever ``on_lost`` says: what is newer was not lost
+            if start.new.name:  # regardless of ``on_lost``: newer snapshots were not lost
                 self.why = str(error)
                 return None
             if on_lost == "fail" or (on_lost == "storage" and not loaded.is_one):
@@ -315,22 +314,21 @@ class Restart:
 
     @property
     def source(self) -> str:
-        """``memory``, or what lost shards were rebuilt from, joined by ``+``."""
+        """``memory``, or the sources that lost shards came from, joined by ``+``."""
         return "+".join(sorted(self.usage)) or "memory"
 
     def written_by(self, decision: Decision) -> str:
-        """The job that has written what storage gives of it; empty where that gives nothing."""
+        """The job whose run wrote the shards that came from storage; empty if none did."""
         there = (one.job for one in self._start.shelf.snapshots if one.snapshot == decision.snapshot)
         return next(there, "") if "storage" in self.usage else ""
 
     def void_newer(self, decision: Decision | None) -> bytes:
-        """Make sure that no snapshot but older ones can ever be taken again, or leave that to ``load``; returns the
-        new lineage. What the slots hold that were decided on is known to all ranks behind it.
+        """Invalidate all snapshots newer than ``decision`` (all, if None); returns the id of new snapshots.
 
-        All nodes have done so before any rank trains: one that trained on while a newer slot was still good elsewhere
-        could, after the next failure, find its own past and others' undone future in one snapshot. Where what was
-        decided on may prove bad yet ``load`` does it, behind the last byte: a later start may have the nodes that
-        newer ones lack.
+        All nodes do so before any rank trains: otherwise new snapshots and rolled-back ones of the same iteration
+        could be combined after the next failure. If the load is still pending, ``load`` does it after the last byte:
+        should the snapshot turn out bad, a later start may have the nodes that newer ones lack. Afterwards all ranks
+        know the contents of the selected slots.
         """
         chosen = self._chosen = SelectedSlots(
             self._group, self._topology, self._events, self._arenas, coming=self._coming, decision=decision
@@ -341,25 +339,25 @@ class Restart:
                 self._void_node(decision)
             return os.urandom(_LINEAGE_BYTES) + chosen.describe()
 
-        # The lineage of rank 0 counts. Nobody takes a snapshot of it before every node has voided.
+        # All ranks use rank 0's. The gather ends after every node has invalidated.
         answers = gather_bytes(self._group, answer)
         chosen.join([one[_LINEAGE_BYTES:] for one in answers])
         return answers[0][:_LINEAGE_BYTES]
 
     def _void_node(self, decision: Decision | None) -> None:
         if self._topology.is_node_leader:
-            # -1 is below every iteration: a job that starts over voids all that there is.
+            # -1 is below every iteration: a job that starts over invalidates everything.
             void(self._node_dir, decision.snapshot.iteration if decision is not None else -1)
 
     def load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
-        """Bring tensors and objects of every rank to what they were at the snapshot's boundary; returns what was
-        loaded in the end: another snapshot, or one that was rebuilt, where what was coming has proven bad.
+        """Restore tensors and objects of every rank to the snapshot's step boundary; returns the decision loaded.
 
-        In another layout tensors are the same, element by element, and ``state`` makes of the objects what it can.
+        That is another one if a pending load turns out bad: an older snapshot, or the same one reconstructed. In
+        another layout tensors are equal element by element, and ``state`` converts the objects as far as possible.
 
         Raises:
-            MismatchError: the snapshot is of another model, or what its ranks hold of one tensor differs.
-            LostError, MemoryBudgetError, ArenaError: as ``choose``, of what is taken in place of one that is bad.
+            MismatchError: the snapshot is of another model, or replicas of a tensor differ in it.
+            LostError, MemoryBudgetError, ArenaError: as ``choose``, for the replacement of a bad snapshot.
         """
         try:
             while True:
@@ -380,7 +378,7 @@ class Restart:
             raise
 
     def resume(self, iteration: int | None) -> None:
-        """The lineage of what follows is known: what storage has of newer ones was bad, or cannot be read."""
+        """Set the lineage of new snapshots, for training that resumes from ``iteration`` (None: from no snapshot)."""
         start = self._start
         there = [one.snapshot.iteration for one in start.shelf.snapshots]
         self.on_storage = max((one for one in there if iteration is None or one <= iteration), default=-1)
@@ -390,8 +388,9 @@ class Restart:
         )
 
     def record_lineage(self) -> None:
-        """Nodes, and storage where it must, remember the lineage of what follows. Before anybody trains, after
-        ``load`` or a ``choose`` that gave nothing.
+        """Record the lineage of new snapshots on all nodes, and on storage if that has abandoned ones.
+
+        Called before any rank trains, after ``load`` or a ``choose`` that returned None.
 
         Raises:
             ArenaError: a node cannot write it.
@@ -403,23 +402,23 @@ class Restart:
         if is_same and seen.nodes_know(len(nodes)):
             return
         if lineage != self._start.selection.head and self._abandons:
-            # First: what storage remembers counts for nodes that are killed before they do. Where nothing on it is
-            # abandoned, the claim beside training is early enough.
+            # Storage first: nodes killed before they record the lineage adopt it from there. If nothing on storage is
+            # abandoned, the claim during training is early enough.
             self._claim(lineage)
         together(self._group, lambda: adopt(self._node_dir, lineage, head) if leads else None)
 
     def _decided_anew(self) -> Decision:
-        """Another decision than the one that was coming."""
+        """The decision that replaces the pending load."""
         decide, self._decide = self._decide, None
-        assert decide is not None, "set where something is coming"
+        assert decide is not None, "set with a pending load"
         decision = decide()
-        assert decision is not None, "a search that overlaps finds something, or raises"
+        assert decision is not None, "this search returns a decision, or raises"
         self.void_newer(decision)
         return decision
 
     def _load(self, decision: Decision, state: TrainingState, described: Description) -> Decision:
         begin, coming, chosen = time.perf_counter(), self._coming, self._chosen
-        assert chosen is not None, "behind void_newer"
+        assert chosen is not None, "set by void_newer"
         pieces = [*described.stepped, *described.volatile]
         brought = None
         if not decision.ranks:
@@ -427,15 +426,15 @@ class Restart:
         if coming is not None:
             brought = self._bring_straight(coming, chosen, decision, pieces, described.padded)
         if coming is not None and brought is None:
-            # As a load of its own: what comes now may be from elsewhere, and prove bad in its turn.
+            # A new ``load``: the replacement may be pending as well, and turn out bad in its turn.
             return self.load(self._without_straight(coming, decision), state, described)
         self.in_memory = coming is None or coming.slots is None
         needs, traffic, encoded = brought or self._bring(chosen, pieces, described.padded)
-        # Only here: a derived weight is the cast of a master that the transfers have just brought.
+        # Only now: a derived weight is the cast of a master that the transfers have just filled.
         self.cast = _derive(pieces, {id(piece) for piece, _ in needs})
         if not decision.ranks:
             chosen.check_copies([need for _, need in needs])
-        # Of another layout no rank's objects are this one's: the first of each stage stands for all of its stage.
+        # In another layout no rank has this rank's objects: the first rank of each stage represents its stage.
         firsts = [] if decision.ranks else chosen.first_objects()
 
         def finish() -> None:
@@ -447,7 +446,7 @@ class Restart:
                 self._void_node(decision)
 
         together(self._group, finish)
-        # Last: it sets RNG, and what comes before may draw random numbers.
+        # Last: it sets RNG, and the steps before may draw random numbers.
         state.finish_load()
         self._events.end_part("objects")
         self._report(decision, traffic, time.perf_counter() - begin)
@@ -461,8 +460,8 @@ class Restart:
         pieces: Sequence[Piece],
         padded: frozenset[str],
     ) -> _Brought | None:
-        """As ``_bring``, each chunk proven on its way; None where ranks would read too much several times, or what
-        lies on other nodes."""
+        """Read as ``_bring``, but verify each chunk while it is read; None if ranks would read too much more than
+        once, or shards on other nodes."""
         straight, shard, begin = coming.straight, self._topology.me.shard, time.perf_counter()
         needs: Needs = []
         states: dict[str, SlotAge] = {}
@@ -472,7 +471,7 @@ class Restart:
             needs[:], planned = chosen.plan(pieces, padded)
             states.update(coming.states())
             reading = straight.plan(planned)._replace(states=tuple(states.values()))
-            # A rank to which no tensor comes from its own shard reads its objects there.
+            # A rank may read no tensor from its own shard, but reads its objects from it.
             far = coming.slots is None and own is not None and own.at.node != self._topology.me.node
             return reading._replace(near=reading.near and not far)
 
@@ -490,7 +489,7 @@ class Restart:
         return needs, traffic, lambda: straight.objects(shard)
 
     def _without_straight(self, coming: PendingLoad, decision: Decision) -> Decision:
-        """What is not for the straight way: brought to slots from storage, or verified where it lies in slots."""
+        """The decision if a direct read does not fit: shards are fetched to slots, or verified in their slots."""
         self._end_coming()
         if coming.slots is None:
             return self._decided_anew()
@@ -500,13 +499,13 @@ class Restart:
         return decision
 
     def _bring(self, chosen: SelectedSlots, pieces: Sequence[Piece], padded: frozenset[str]) -> _Brought:
-        """What was read for which piece, how many bytes, and the encoded objects of the shard that this rank
+        """Read all pieces; returns the needs, the traffic, and the encoded objects of the shard that this rank
         continues."""
         needs: Needs = []
         encoded, transfers = chosen.own_objects()
 
         def plan() -> list[Transfer]:
-            # Each rank plans for itself alone, from what all have gathered alike.
+            # Each rank plans only its own reads, from contents that all have gathered.
             needs[:], planned = chosen.plan(pieces, padded)
             return [*planned, *transfers]
 
@@ -520,17 +519,17 @@ class Restart:
         self._coming = None
 
     def capacities(self) -> list[int] | None:
-        """What shares are to be weighted with, in bytes by rank of this job; None where they are equal.
+        """The weights of the ranks' shares in bytes, by rank of this job; None if shares are equal.
 
-        Those are the weights of the snapshot, so that ``assign`` cuts replica sets as the arenas that are there have
-        them, or what was measured where shares were equal. Shards that no rank continues say nothing of this job's.
+        They are the snapshot's weights, so that ``assign`` cuts replica sets as in the existing arenas, or measured
+        ones if its shares were equal. None in another layout, where no rank continues a shard.
         """
         rooms = self._chosen.capacities if self._chosen is not None else []
         known = [room for room in rooms if room is not None]
         return known if len(known) == len(self._topology.members) and any(known) else None
 
     def close(self) -> None:
-        """Unmap the arenas that were read, and let go of storage."""
+        """Unmap the arenas and release the hold on storage."""
         self._end_coming()
         self._arenas.close()
         self._shelf.close()
@@ -539,7 +538,7 @@ class Restart:
         iteration, layouts = decision.snapshot.iteration, dict[str, str]()
         if not decision.ranks:
             before, now = layout_name(decision.layout), layout_name(self._topology.layout)
-            if before == now:  # what differs is no size
+            if before == now:  # they differ in something that the name does not show
                 now = f"another ({', '.join(layouts_differ(self._topology.layout, decision.layout))})"
             layouts = {"from": before, "to": now}
             self._events.announce(f"iteration {iteration} reshaped from {before} to {now} in {secs:.1f} s")
@@ -547,7 +546,7 @@ class Restart:
 
 
 def _named(name: str, seen: SurveyResult) -> tuple[SnapshotId, Lineage] | None:
-    """The snapshot of that name on storage, or else in memory, and its lineage."""
+    """The snapshot of that name and its lineage, on storage or else in memory; None if neither has it."""
     if (stored := seen.shelf.named) is not None:
         return stored.snapshot, stored.lineage
     there = {snapshot: lineage for snapshot, lineage in seen.in_memory.items() if _name(snapshot) == name}
@@ -556,27 +555,27 @@ def _named(name: str, seen: SurveyResult) -> tuple[SnapshotId, Lineage] | None:
 
 
 def _refuse_doubtful(seen: SurveyResult) -> None:
-    """Raises LostError where snapshots are there that are in doubt, and nothing else is."""
+    """Raises LostError if only doubtful snapshots exist."""
     doubtful = {_name(one) for one, of in seen.in_memory.items() if is_doubtful(of, one.iteration, seen.head)}
     doubtful |= {
         one.name for one in seen.shelf.snapshots if is_doubtful(one.lineage, one.snapshot.iteration, seen.head)
     }
     if doubtful:
         raise LostError(
-            f"only doubtful snapshots are there ({listed(sorted(doubtful), _MOST_NAMED)}), which may mix states of "
-            "replicas that differed: take one with --ftckpt-restore-from NAME, or begin at the beginning with "
+            f"only doubtful snapshots exist ({listed(sorted(doubtful), _MOST_NAMED)}), which may mix states of "
+            "replicas that differed: restore one with --ftckpt-restore-from NAME, or start from the beginning with "
             "--ftckpt-on-lost fresh"
         )
 
 
 def _nothing_before(limit: int, seen: SurveyResult) -> str:
-    """What is wrong with going back to before an iteration of which nothing is there that is older."""
+    """The error text for a rollback to before iteration ``limit`` if no snapshot is older."""
     iterations = {one.iteration for one in [*seen.in_memory, *(one.snapshot for one in seen.shelf.snapshots)]}
     names = listed([str(one) for one in sorted(iterations)], _MOST_NAMED)
     have = f", which have iterations {names}" if names else ""
     return (
-        f"--ftckpt-rollback-before: no snapshot before iteration {limit} is whole in memory or on storage{have}; "
-        "name a later iteration, or begin at the beginning with --ftckpt-on-lost fresh"
+        f"--ftckpt-rollback-before: no snapshot before iteration {limit} is complete in memory or on storage{have}; "
+        "name a later iteration, or start from the beginning with --ftckpt-on-lost fresh"
     )
 
 
@@ -586,15 +585,15 @@ def _name(snapshot: SnapshotId) -> str:
 
 def _remedy(loaded: LoadedCheckpoint) -> str:
     if loaded.is_one:
-        return f"Go on from iteration {loaded.iteration}, as loaded from storage, with --ftckpt-on-lost storage"
+        return f"Resume from iteration {loaded.iteration}, as loaded from storage, with --ftckpt-on-lost storage"
     return (
-        "Nothing was loaded from storage to go on from: let the script load a checkpoint, or begin at the beginning "
-        "with --ftckpt-on-lost fresh"
+        "Nothing was loaded from storage to resume from: let the script load a checkpoint, or start from the "
+        "beginning with --ftckpt-on-lost fresh"
     )
 
 
 def _derive(pieces: Sequence[Piece], read: set[int]) -> frozenset[str]:
-    """Make what was not ``read`` of the masters from which it follows; the names of that."""
+    """Compute the derived pieces that were not ``read`` from their masters; returns their names."""
     derived = [piece for piece in pieces if piece.derived_from is not None and id(piece) not in read]
     for piece in derived:
         assert piece.derived_from is not None

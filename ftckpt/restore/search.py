@@ -1,7 +1,7 @@
-"""Finds the snapshot to restore, together with all ranks: inventory, decide, verify, repair, until one is whole.
+"""The collective search for the snapshot to restore: inventory, decide, verify, repair, until one is complete.
 
-Collective. All ranks run the same loop over the same data: what one of them finds out is gathered before the next
-decision, so that all come to the same one and none waits for a message that nobody sends.
+All ranks run the same loop over the same data: findings are gathered before the next decision, so that all ranks
+decide alike and none waits for a message that nobody sends.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from ftckpt.restore.storage_source import ShardFetch, reads
 from ftckpt.restore.threads import in_order, threads_of
 
 _FETCHES = 3
-"""Of one snapshot: beside what was brought a slot that nobody had looked at may prove bad, and is brought, too."""
+"""Attempts per snapshot: after a fetch another slot may fail its first verification, and is fetched as well."""
 
 
 def pass_over(events: Events, snapshot: SnapshotId, error: StorageError) -> None:
-    """What is on storage of ``snapshot`` cannot be read: an older one will do.
+    """Skip a ``snapshot`` that is corrupt on storage; an older one is used.
 
     Raises:
-        StorageError: on all ranks: storage is away, and will have it when it is back.
+        StorageError: on all ranks; storage is unavailable, and has the snapshot once it is back.
     """
     if not error.lasting:
         away = StorageError(
             f"iteration {snapshot.iteration} cannot be read: {error}; start again when storage is back, or name "
-            "--ftckpt-rollback-before, which abandons it, to go on from an older one"
+            "--ftckpt-rollback-before, which abandons it, to resume from an older one"
         )
         away.of_all_ranks = True
         raise away
@@ -70,8 +70,8 @@ def pass_over(events: Events, snapshot: SnapshotId, error: StorageError) -> None
 def tell_verified(
     events: Events, iteration: int, secs: float, every: Iterable[SlotAge], mine: Mapping[str, SlotAge]
 ) -> None:
-    """Report that all slots were verified that will be loaded, ``every`` one of them, and for how long they had no
-    checksums; ``mine``: the shards that this rank reads."""
+    """Report that ``every`` slot to load was verified, and for how long slots had no checksums; ``mine``: those that
+    this rank reads, by shard."""
     ages = [*every]
     below = {shard: age.state for shard, age in mine.items() if age.state != "protected"}
     gap_secs = max((age.gap_secs for age in ages), default=0.0)
@@ -86,14 +86,14 @@ def tell_verified(
 
 
 def part_of_inventory(topology: Topology, arenas: OpenArenas) -> Inventory:
-    """This rank's part of what its node holds; raises as ``take_inventory``."""
+    """This rank's part of its node's inventory; raises as ``take_inventory``."""
     local = topology.ranks_on(topology.me.node)
     return take_inventory(arenas, topology.me.node, local.index(topology.rank), len(local))
 
 
 @dataclass(frozen=True)
 class BadSlot:
-    """A slot that did not verify, with the shard in it."""
+    """A slot that failed verification, and its shard."""
 
     at: SlotAt
     shard: str
@@ -102,17 +102,17 @@ class BadSlot:
 
 @dataclass(frozen=True)
 class SlotFindings:
-    """What verification by one rank gave: bad slots, and how far the others had come."""
+    """Results of one rank's verification: bad slots, and the states of all that it verified."""
 
     bad: tuple[BadSlot, ...] = ()
     states: tuple[SlotAge, ...] = ()
 
 
 class PendingLoad(NamedTuple):
-    """How a snapshot comes ``straight`` into the live state, proven on the way: from storage, and then to ``slots``
-    where that is not for it, or, where that is None, from the slots in which all of it lies.
+    """A direct read into the live state (``straight``) that is still to come; it verifies what it reads.
 
-    ``states`` of the shards that this rank tells of: how far they had come in slots; raises ArenaError.
+    ``slots``: if not None, the source is storage, and this fetches to slots if a direct read does not fit; if None,
+    the source are slots. ``states``: the states of the slots of the shards that this rank opens; raises ArenaError.
     """
 
     straight: DirectReader
@@ -121,13 +121,16 @@ class PendingLoad(NamedTuple):
 
 
 class Search:
-    """One search; ``run``, and ``settle`` behind it, are collective. ``usage`` has afterwards what was rebuilt from
-    what.
+    """One search: ``run``, then ``settle`` if a pending load from slots must be replaced; both collective.
 
-    ``shelf``: what is on storage. ``slots``: of arenas that must be made for it. ``selection``: the snapshots in
-    memory that may be taken.
-    ``overlaps``: what lies on storage alone is decided on before it has come, and with ``unproven`` what memory has
-    before it is proven, see ``coming``. ``reports``: the first inventory, of all ranks, where it was taken.
+    ``usage``: reconstructed and fetched chunks, by source, after ``run``.
+
+    Args:
+        slots: the number of slots of arenas that must be created.
+        selection: the snapshots in memory that may be restored.
+        overlaps: decide on a snapshot that only storage has before it is read, see ``coming``.
+        unproven: decide on a snapshot in slots before it is verified, see ``coming``.
+        reports: the inventory of all ranks, if it was already taken.
     """
 
     def __init__(
@@ -137,8 +140,7 @@ class Search:
     ) -> None:  # fmt: skip
         self.usage: Usage = {}
         self.coming: PendingLoad | None = None
-        """What brings the snapshot that was decided on, where it has not come: nothing of it is proven, and it may
-        prove to be bad."""
+        """The pending load of the decision, None if its bytes are verified: it may turn out bad."""
         self._overlaps, self._unproven, self._reports = overlaps, unproven, reports
         self._shelf, self._slots, self._selection = shelf, slots, selection
         self._group = group
@@ -150,21 +152,21 @@ class Search:
         self._findings = Findings()
         self._texts: dict[SlotAt, str] = {}
         self._good: set[SlotAt] = set()
-        self._is_proven = False  # what memory gave last
+        self._is_proven = False  # whether the last decision from memory was verified
         self._rebuilt = False
         self._states: dict[SlotAt, SlotAge] = {}
         self._brought: Usage = {}
         self._told: tuple[str, int, list[str]] | None = None
 
     def run(self) -> Decision | None:
-        """The newest snapshot that is or was made whole, every byte of it verified; None if there never was one.
+        """The newest snapshot that is complete or was reconstructed, in memory or on storage; None if there never was
+        one. All its bytes are verified, unless it is ``coming``.
 
-        What storage has that is newer than all that memory gives is brought to memory, or decided on as ``coming``,
-        whose bytes are not verified yet.
+        A snapshot on storage that is newer than all in memory is fetched to slots, or is ``coming``.
 
         Raises:
             LostError, MismatchError, MemoryBudgetError, ArenaError: on all ranks together.
-            StorageError: likewise, where storage went away while it was read.
+            StorageError: likewise; storage became unavailable during a read.
         """
         self._inventory = self._gather_inventory() if self._reports is None else self._join(self._reports)
         if not is_of_one_layout(self._inventory, self._shelf.snapshots):
@@ -175,8 +177,7 @@ class Search:
         return decision
 
     def settle(self) -> Decision | None:
-        """As ``run``, of what memory has, where what is ``coming`` from there is not for that way, or has proven bad:
-        slots are verified first."""
+        """Search again with slots verified first: the pending load from slots does not fit, or was bad."""
         self._unproven, self.coming = False, None
         return self._newest()
 
@@ -216,7 +217,7 @@ class Search:
         )  # fmt: skip
 
     def _fetch(self, fetch: ShardFetch, stored: StoredSnapshot) -> bool:
-        """Bring what memory lacks of a snapshot from storage; False: something there is bad."""
+        """Fetch the shards of a snapshot that memory lacks from storage; False if they are corrupt there."""
         findings, snapshot = self._findings, stored.snapshot
         try:
             brought = list(fetch.run().values())
@@ -225,7 +226,7 @@ class Search:
             return False
         for at in brought:
             findings.damage.pop(at, None)
-        self._good.update(brought)  # every chunk was proven where it lies now
+        self._good.update(brought)  # every chunk was verified before it was written
         self._states.update(dict.fromkeys(brought, SlotAge(SlotState.SEALED.name.lower())))
         findings.given_up.pop(snapshot, None)
         self._inventory = self._gather_inventory()
@@ -233,7 +234,7 @@ class Search:
         return True
 
     def _to_come(self, fetch: ShardFetch) -> Decision | None:
-        """The decision for a snapshot of which memory has nothing; None: something on storage is bad."""
+        """The decision for a snapshot of which memory has nothing; None if it is corrupt on storage."""
         stored, topology = fetch.files.stored, self._topology
         same = not layouts_differ(topology.layout, stored.layout)
         places = _places(topology, stored.shards, same)
@@ -245,7 +246,7 @@ class Search:
         )
         try:
             straight.begin()
-        except BaseException as error:  # what it has opened is closed, whatever failed
+        except BaseException as error:  # close what it has opened, whatever failed
             straight.close()
             if not isinstance(error, StorageError):
                 raise
@@ -256,7 +257,7 @@ class Search:
         return decision
 
     def _in_slots(self, decision: Decision) -> PendingLoad:
-        """What brings a snapshot that lies in slots, proven on the way."""
+        """The pending load of a snapshot that is complete in slots."""
         mine = self._mine(decision)
 
         @cache
@@ -269,11 +270,11 @@ class Search:
         straight = DirectReader(
             self._group, self._topology, open_shard, reader, places=decision.sources, mine=[*mine], in_slots=True
         )
-        # Asked for when ranks do so together: one that cannot open an arena would leave the others waiting.
+        # Called later, in a collective step: a rank that cannot open an arena must not leave the others waiting.
         return PendingLoad(straight, None, lambda: {shard: self._state_of(at) for shard, at in mine.items()})
 
     def _mine(self, decision: Decision) -> dict[str, SlotAt]:
-        """The shards of which this rank tells the others."""
+        """The shards that this rank reads and reports, with their slots."""
         readers = readers_of(self._topology, decision)
         return {shard: at for shard, at in decision.sources.items() if readers[shard] == self._group.rank}
 
@@ -282,7 +283,7 @@ class Search:
         return SlotAge(SlotState(arena.state(at.slot)).name.lower(), arena.gap_secs(at.slot))
 
     def _in_memory(self) -> Decision | None:
-        """The newest snapshot that memory has, or that parity gives."""
+        """The newest snapshot that memory has, or that parity reconstructs."""
         while True:
             decision = decide(self._inventory, self._topology, self._findings)
             if decision is None:
@@ -292,7 +293,7 @@ class Search:
                 continue
             proves = not self._unproven or decision.rebuild is not None
             if proves and self._verify(decision):
-                # Shields have the packages of shards that were lacking; more may be lacking now.
+                # Query protection again: it has packages only of shards that were missing, and more may be missing.
                 self._findings.shields.clear()
             else:
                 whole = self._repair(decision)
@@ -315,7 +316,7 @@ class Search:
         return inventory
 
     def _gather_shield(self, query: Query) -> SnapshotProtection:
-        """All about the protection of a snapshot, from the leaders of all nodes."""
+        """The protection of a snapshot, gathered from the leaders of all nodes."""
         lacking, topology = query.lacking(self._inventory, self._findings.damage), self._topology
 
         def read() -> NodeProtection:
@@ -323,7 +324,7 @@ class Search:
                 return NodeProtection()
             return read_protection(self._arenas, topology.me.node, query.snapshot, lacking, query.layout)
 
-        # All ranks receive what all nodes have, mostly names that repeat. Level 1: the restart waits for it.
+        # Every rank receives the reports of all nodes, mostly repeated names. Level 1: the restart waits for it.
         gathered = gather_bytes(self._group, lambda: zlib.compress(codec.encode(read()), 1))
 
         def join() -> SnapshotProtection:
@@ -335,15 +336,15 @@ class Search:
         return shield
 
     def _verify(self, decision: Decision) -> bool:
-        """Whether something in the slots that would be taken is bad, and was not known to be."""
+        """Verify the decision's slots on all ranks; returns whether one was newly found bad."""
         begin = time.perf_counter()
         mine = self._mine(decision)
         reports = codec.gather(self._group, self._verify_mine(decision.snapshot, mine), SlotFindings)
         bad = [slot for report in reports for slot in report.bad]
-        # Of all ranks, not only its own: who reads a slot may change with the next decision.
+        # Slots of all ranks: the reader of a slot may change with the next decision.
         self._good |= set(decision.sources.values()) - {slot.at for slot in bad}
         for slot in bad:
-            # Alike on all ranks, from what was gathered: ``decide`` must come to the same answer everywhere.
+            # From gathered data, the same on all ranks: ``decide`` must give the same answer on each.
             self._findings.damage[slot.at] = slot.damage
             self._texts[slot.at] = f"{slot.shard}: {', '.join(slot.damage.names[:3])}"
         if not bad:
@@ -363,7 +364,7 @@ class Search:
         return SlotFindings(tuple(bad), states)
 
     def _verify_once(self, snapshot: SnapshotId, shard: str, slot: SlotAt) -> Corruption:
-        """What is bad in a slot; nothing where it was verified before."""
+        """The corruption of a slot; none if it was verified before."""
         if slot in self._good:
             return Corruption()
         progress = Progress(f"rank {self._group.rank} verifies {shard}")
@@ -375,21 +376,18 @@ class Search:
         return damage
 
     def _verify_slot(self, snapshot: SnapshotId, slot: SlotAt, progress: Progress) -> Corruption:
-        """What is bad in a slot.
-
-        Of a slot that has no checksums yet they are taken now; where this node has a package of it they are
-        compared with those in there.
-        """
+        """The corruption of a slot. A slot without checksums is hashed, and compared with this node's package of it
+        if there is one."""
         arena = self._arenas.get(slot.arena)
         if arena.control.record(slot.slot).snapshot != snapshot:
-            # A rebuild that failed may have taken the slot since.
+            # A failed reconstruction may have taken the slot since.
             return Corruption(reason="record")
 
         def hashes(chunks: Iterable[int]) -> Iterable[int]:
             return in_order(self._arenas.file(slot).take, chunks, self._threads)
 
         damage = arena.verify(slot.slot, progress, hashes)
-        # The trainers died before the SMP came to this slot: the window that ``checked`` events measure.
+        # The trainers died before the SMP hashed this slot: the gap that ``checked`` events measure.
         if not damage and arena.unchecked(slot.slot):
             expected, bad = self._expected(arena, slot.slot), []
             for chunk, value in enumerate(hashes(range(len(arena.image.chunks)))):
@@ -400,7 +398,7 @@ class Search:
         return damage
 
     def _expected(self, arena: Arena, slot: int) -> Mapping[int, int]:
-        """The checksums of chunks, as far as they are known: of a slot that has none those of this node's package."""
+        """The known checksums of a slot's chunks: its own, or else those of this node's package."""
         if (hashes := arena.hashes(slot)) is not None:
             return dict(enumerate(hashes.tolist()))
         snapshot = arena.control.record(slot).snapshot
@@ -410,12 +408,12 @@ class Search:
             package = load(package_path(self._arenas.node_dir, arena.manifest.shard, snapshot))
         except FtckptError:
             return {}
-        # Of another digest chunks are cut elsewhere, and their hashes compare to nothing here.
+        # With another digest chunks have other bounds, and their hashes cannot be compared.
         same = package.manifest.digest == arena.manifest.digest
         return dict(enumerate(package.chunk_hashes.tolist())) if same else {}
 
     def _repair(self, decision: Decision) -> Decision | None:
-        """The decision with every shard in a slot; None where something that was to be used is bad."""
+        """The decision with every shard in a slot; None if a slot, package or block to use turned out bad."""
         if decision.rebuild is None:
             return decision
         snapshot, findings = decision.snapshot, self._findings
@@ -449,13 +447,13 @@ class Search:
             reasons = [*decision.passed_over, *self._texts.values()]
             loud, iteration = "fallback" if damaged else "passed_over", decision.snapshot.iteration
             told = (loud, iteration, reasons)
-            if told != self._told:  # ``settle`` comes to the same where nothing is bad
+            if told != self._told:  # ``settle`` may repeat ``run``
                 self._events.emit(loud, iteration=iteration, reasons=reasons)
             self._told = told
 
 
 def _places(topology: Topology, shards: Collection[str], same: bool) -> dict[str, SlotAt]:
-    """Names for where each shard on storage lies: on the node of a rank that tells of it."""
+    """Placeholder slots for the shards on storage, each on the node of the rank that opens it."""
     if same:
         return {member.shard: SlotAt(member.node, member.shard, NEW_SLOT) for member in topology.members}
     nodes = [member.node for member in topology.members]
@@ -463,10 +461,10 @@ def _places(topology: Topology, shards: Collection[str], same: bool) -> dict[str
 
 
 def is_of_one_layout(inventory: Inventory, stored: Iterable[StoredSnapshot]) -> bool:
-    """Whether all that may be taken in the end has the same layout.
+    """Whether all snapshots that may be restored have the same layout.
 
-    In place of a snapshot that proves bad when some of it is in the live state already, one of another layout would
-    not do: it has no bytes for padding and for what is a rank's own, so that those which are bad would stay.
+    If a snapshot turns out bad after some of it was written to the live state, one in another layout cannot replace
+    it: it has no bytes for padding and for state private to a rank, where bad ones would stay.
     """
     layouts = [report.layout for report in inventory.arenas if report.slots], [one.layout for one in stored]
     every = [*chain.from_iterable(layouts)]
@@ -474,5 +472,5 @@ def is_of_one_layout(inventory: Inventory, stored: Iterable[StoredSnapshot]) -> 
 
 
 def _is_at(decision: Decision | None, stored: StoredSnapshot) -> bool:
-    """Whether memory gives as much as storage."""
+    """Whether the decision is at least as new as a stored snapshot."""
     return decision is not None and decision.snapshot.iteration >= stored.snapshot.iteration

@@ -1,4 +1,4 @@
-"""The slots that a restart has decided on: what they hold, and what one rank reads of them for which piece."""
+"""The slots of a restart's decision: their contents, and the reads of one rank from them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from ftckpt.restore.tensor_index import (
 )
 
 Needs = list[tuple[Piece, Fragment]]
-"""Pieces of the live state, and what is read into each."""
+"""Pieces of the live state, and the fragment that is read into each."""
 
 
 class SelectedSlots:
-    """Of one decision, as one rank sees them; none where that is None. ``join`` once, before all but ``describe``.
+    """The slots of one decision; none if that is None. Each rank calls ``describe``, then ``join`` with the results
+    of all ranks, then the other methods.
 
-    ``coming``: what brings the bytes, where they are not read as they lie in the arenas.
+    ``coming``: the pending load that reads the bytes; None: they are verified and read from the arenas.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SelectedSlots:
         self._contents: Mapping[str, SlotContents] = {}
 
     def describe(self) -> bytes:
-        """What the slots hold that this rank reads."""
+        """The encoded contents of the slots that this rank reads."""
         mine = [
             self._contents_of(shard, at)
             for shard, at in self._sources.items()
@@ -65,33 +66,33 @@ class SelectedSlots:
         return encode_contents(mine)
 
     def join(self, described: Sequence[bytes]) -> None:
-        """What each slot holds, from what all ranks have described, in their order."""
+        """Take the contents of all slots from the results of ``describe``, in the order of the ranks."""
         self._contents = {
             slot.shard: slot for data in described for slot in decode_contents(data, self._sources, self._readers)
         }
 
     @property
     def own(self) -> SlotContents | None:
-        """Of the shard that this rank continues; None in another layout."""
+        """The slot of the shard that this rank continues; None in another layout."""
         return self._contents[self._topology.me.shard] if self._ranks else None
 
     @property
     def capacities(self) -> list[int | None]:
-        """See ``Restart.capacities``; by the ranks that the snapshot was taken by."""
+        """See ``Restart.capacities``; in the order of the snapshot's ranks."""
         return [self._contents[shard].capacity for shard in self._ranks]
 
     def plan(self, pieces: Sequence[Piece], padded: frozenset[str]) -> tuple[Needs, list[Transfer]]:
-        """What this rank reads for which piece, and from where. ``padded``: keys of vocabularies.
+        """The fragment that this rank reads for each piece, and the transfers. ``padded``: keys of vocabularies.
 
         Raises:
-            MismatchError: the slots lack something, it is of another shape, or this rank's has something else.
+            MismatchError: a tensor is missing or of another shape, or this rank's slot has one that no piece reads.
         """
         own = self.own
         if own is None:
             padded = padded.union(*(slot.padded for slot in self._contents.values()))
             return self._plan_others(pieces, padded, None)
         require_none(unwanted(own.keys, pieces))
-        # A rank that continues a shard takes no tensor that is cut in another way than its own.
+        # On the same layout a tensor padded to another size is an error: no keys are ``padded``.
         image = self._image_of(own)
         whole, others = whole_in(pieces, own, image) if image is not None else ([], pieces)
         needs, transfers = self._plan_others(others, frozenset(), own) if others else ([], [])
@@ -100,10 +101,10 @@ class SelectedSlots:
         return [*((piece, need) for piece, need, _ in whole), *needs], [*here, *transfers]
 
     def require_all_taken(self, pieces: Sequence[Piece]) -> None:
-        """Some rank takes each tensor of a snapshot of another layout. Collective.
+        """Check that some rank reads each tensor of a snapshot in another layout. Collective.
 
         Raises:
-            MismatchError: of one that none takes; on all ranks.
+            MismatchError: no rank reads some tensor; on all ranks.
         """
         keys = sorted({key for slot in self._contents.values() for key in slot.keys if not key.startswith(LOCAL)})
         masks = gather_bytes(self._group, lambda: np.packbits(np.isin(keys, [*unwanted(keys, pieces)])).tobytes())
@@ -111,17 +112,17 @@ class SelectedSlots:
         require_none(key for key, is_left in zip(keys, np.unpackbits(left), strict=False) if is_left)
 
     def check_copies(self, needs: Sequence[Fragment]) -> None:
-        """What several shards hold for themselves must be the same before one of them is read for all. Collective.
+        """Check that private copies of a tensor are equal in all shards before one is read for all. Collective.
 
         Raises:
-            MismatchError: it is not; on all ranks.
+            MismatchError: two differ; on all ranks.
         """
         mine = [slot for slot in self._contents.values() if self._reads(slot)]
         hashed = gather_bytes(
             self._group, lambda: b"".join(slot.hashes(partial(self._bytes, slot)).tobytes() for slot in mine)
         )
         hashes: dict[str, Hashes] = {}
-        # The hashes of one reader stand in the order of the slots, which all ranks have alike.
+        # One reader's hashes are in the order of the slots, which is the same on all ranks.
         position = [0] * len(hashed)
         for shard, slot in self._contents.items():
             hashes[shard] = np.frombuffer(hashed[slot.reader], np.uint64, len(slot.copies), position[slot.reader])
@@ -129,7 +130,7 @@ class SelectedSlots:
         together(self._group, lambda: check_copies(list(self._contents.values()), hashes, needs))
 
     def own_objects(self) -> tuple[torch.Tensor, list[Transfer]]:
-        """Memory for the encoded objects of the shard that this rank continues, and what fills it."""
+        """A buffer for the encoded objects of the shard that this rank continues, and the transfer that fills it."""
         own = self.own
         if own is None:
             return host_memory(0), []
@@ -141,7 +142,7 @@ class SelectedSlots:
         """Encoded objects of the first rank of each pipeline stage, in the order of the stages. Collective."""
         firsts = [self._contents[shard] for shard in first_of_each_stage(list(self._contents))]
         mine = together(self._group, lambda: {one.shard: self._objects(one) for one in firsts if self._reads(one)})
-        # A broadcast takes as many bytes on all ranks: those that have none give zeros of that length.
+        # A broadcast needs equal sizes on all ranks: the others pass zeros of that length.
         return [self._group.broadcast(mine.get(one.shard, bytes(one.objects[1])), one.reader) for one in firsts]
 
     def _contents_of(self, shard: str, at: SlotAt) -> SlotContents:
@@ -149,7 +150,7 @@ class SelectedSlots:
             file = self._coming.slots.files.get(shard)
             used, capacity = file.entry.objects_used, file.image.manifest.capacity
             return SlotContents.of(at, self._group.rank, file.image, used, capacity)
-        # An image and a record are proven by themselves; bytes that may be bad yet are when they are read.
+        # Image and record have their own checksums; bytes of a pending load are verified when they are read.
         arena = self._arenas.get(at.arena)
         used = arena.control.record(at.slot).objects_used
         return SlotContents.of(
@@ -159,7 +160,7 @@ class SelectedSlots:
     def _plan_others(
         self, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
     ) -> tuple[Needs, list[Transfer]]:
-        """As ``plan``, of what may lie anywhere."""
+        """As ``plan``, for pieces that may be read from any slot."""
         slots = list(self._contents.values())
         index = index_for(pieces, slots, own.shard if own is not None else None)
         needs = needs_of(pieces, index, own, padded)
@@ -169,7 +170,7 @@ class SelectedSlots:
         return needs, transfers_of(self._topology, index, wanted, [slot.at for slot in slots], padded=padded, own=at)
 
     def _image_of(self, own: SlotContents) -> SlotImage | None:
-        """That of a slot which this rank reads itself; None where another one does."""
+        """The image of a slot that this rank reads; None if another rank reads it."""
         if own.reader != self._group.rank:
             return None
         if self._coming is not None and self._coming.slots is not None:
@@ -177,12 +178,12 @@ class SelectedSlots:
         return self._arenas.get(own.at.arena).image
 
     def _report_padding(self, index: Index, needs: Sequence[Fragment]) -> None:
-        """A vocabulary of another size may be another vocabulary: that is for people to see."""
+        """Log a padded size that differs from the snapshot's: the vocabulary may be another one."""
         for need in needs:
             for shape in index.shapes(need.key, need.dtype) - {need.global_shape}:
                 here = need.global_shape[0]
                 self._events.announce(f"{need.key}: padded to {here} rows, {shape[0]} in the snapshot")
-                return  # all that follow are padded alike
+                return  # the others are padded alike
 
     def _reads(self, slot: SlotContents) -> bool:
         return slot.reader == self._group.rank

@@ -1,4 +1,4 @@
-"""One shard that is made whole again in this node's memory: where its bytes go, and that they are the right ones."""
+"""Reconstruction of one shard in this node's memory: its slot, and the verification of its bytes."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.reconstruction_plan import ShardRepair
 
-# How long the process that writes the arena, a trainer that is ending for example, may take to give it up.
+# Deadline for another writer of the arena, for example an exiting trainer, to release its lock.
 _LOCK_SECS = 5.0
 
 
 class ShardReconstruction:
-    """A slot that is being made whole: ``open``, ``put`` and ``check`` chunk by chunk, ``finish``, ``close``.
+    """A slot being reconstructed: ``open``, ``put`` and ``check`` chunk by chunk, ``finish``, ``close``.
 
-    A new slot is WRITING until ``finish``: what a killed process leaves is never taken for a snapshot. A slot that
-    is repaired in place stays what it is; until its last chunk is right it does not verify, as before.
+    A new slot is WRITING until ``finish``, so that a kill never leaves a valid one. A slot repaired in place stays
+    sealed, and fails verification until its last chunk is correct.
 
-    What the new slot held is gone from ``open`` on, whether the rebuild succeeds or not: it is one that nothing in
-    ``keep`` needs, where there is one.
+    ``open`` overwrites the new slot's old content, whether the reconstruction succeeds or not: if possible a slot
+    that nothing in ``keep`` needs.
 
     Args:
-        package: None only where bad chunks alone are repaired in place.
-        num_slots: of an arena that must be created.
-        keep: what ``choice.worth_keeping`` says.
+        package: None only if nothing but chunks is repaired in place.
+        num_slots: the number of slots of an arena that must be created.
+        keep: the result of ``decide.worth_keeping``.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ShardReconstruction:
         self._keep = keep
         self._arena: Arena | None = None
         self._slot = fix.at.slot
-        self._file = -1  # of the slot: written to, as its mapping would ask for each page by itself
-        self._writing = threading.Lock()  # the system lets one thread at a time, and the others would spin
-        # From when the snapshot was whole, the trainer's or the SMP's: what parity gives is measured by these alone.
+        self._file = -1  # the slot's file: written by calls, as each page of a mapping would fault
+        self._writing = threading.Lock()  # the kernel admits one writer at a time, and the others would spin
+        # Checksums from before the loss, by trainer or SMP: only these verify reconstructed bytes.
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
     @property
@@ -74,16 +74,16 @@ class ShardReconstruction:
 
     @property
     def at(self) -> SlotAt:
-        """Where the shard lies, once it is open."""
+        """The slot of the shard, after ``open``."""
         return SlotAt(self.fix.at.node, self.arena.path.name, self._slot)
 
     @property
     def file_bytes(self) -> int:
-        """Size of one slot file, 0 for a slot that is repaired in place."""
+        """Size of the new slot's file, 0 for a repair in place."""
         return SlotImage.of(self._whole.manifest).file_bytes if not self.fix.in_place else 0
 
     def new_bytes(self) -> int:
-        """Memory that ``open`` will take from the node."""
+        """Memory of the node that ``open`` will allocate."""
         if self.fix.in_place:
             return 0
         slot_bytes = _in_pages(self.file_bytes)
@@ -99,11 +99,11 @@ class ShardReconstruction:
             arena.close()
 
     def open(self) -> None:
-        """Have the slot, with everything in it that parity does not give.
+        """Open or create the slot, and write everything that parity does not give.
 
         Raises:
             ArenaError: another process writes the arena, or it cannot be created.
-            MemoryBudgetError: no room.
+            MemoryBudgetError: no free memory.
         """
         if self.fix.in_place:
             self._arena = Arena.open(self._node_dir / self.fix.at.arena, writable=True)
@@ -112,49 +112,49 @@ class ShardReconstruction:
             self._mend()
             return
         path = arena_path(self._node_dir, self._whole.manifest)
-        # No slot but this one: the others get theirs when training begins, and may be what this node has no room for.
+        # Only this slot: the others are allocated when training starts, and might exceed this node's memory now.
         self._arena = self._existing(path) or Arena.create(self._node_dir, self._whole.manifest, self._num_slots, 0)
         self._arena.lock(_LOCK_SECS)
         self._slot = _pick(self._arena, self._whole.snapshot, self._keep)
         self._begin()
 
     def put(self, chunk: int, begin: int, data: Bytes) -> None:
-        """Write ``data`` at byte ``begin`` of ``chunk``; what goes past the chunk's end is zeros of the stripe. Any
-        thread may.
+        """Write ``data`` at byte ``begin`` of ``chunk``, from any thread; bytes past the chunk's end, padding of the
+        stripe, are dropped.
 
         Raises:
-            MemoryBudgetError: no room.
+            MemoryBudgetError: no free memory.
         """
         span = self.arena.image.chunks[chunk]
         self._write(span.begin + begin, data[: max(0, span.nbytes - begin)].data)
 
     def clear_behind(self, chunk: int, nbytes: int) -> None:
-        """Zeros behind the first ``nbytes`` of ``chunk``: a block in a slot may be shorter than its chunk."""
+        """Write zeros after the first ``nbytes`` of ``chunk``: a block in a slot may be shorter than its chunk."""
         span = self.arena.image.chunks[chunk]
         self._write(span.begin + nbytes, bytes(max(0, span.nbytes - nbytes)))
 
     def check(self, chunk: int) -> bool:
-        """Whether the bytes of ``chunk`` have the checksum that was taken when the snapshot was."""
+        """Whether the bytes of ``chunk`` match the original checksum."""
         return self.arena.hash_chunk(self._slot, chunk) == int(self._hashes[chunk])
 
     def length(self, chunk: int) -> int:
         return self.arena.image.chunks[chunk].nbytes
 
     def finish(self) -> Corruption:
-        """Seal a new slot, every chunk of which was checked; what is still bad in one that was repaired in place."""
+        """Seal a new slot, whose chunks were all checked; returns the remaining corruption of a repair in place."""
         arena, package = self.arena, self._package
         if self.fix.in_place:
-            # Stepped chunks were checked when their stripes were solved; what the package gave was not.
+            # Chunks from parity were checked when their stripes were solved; bytes from the package were not.
             return arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
         whole = arena.control.whole()
-        # Sealed before it is marked: a mark that no slot answers would read as a snapshot that was lost.
+        # Seal before the mark: a mark without its slot would be taken as a lost snapshot.
         arena.control.seal(self._slot, self._whole.snapshot)
         if package is not None and (whole is None or whole.iteration < package.snapshot.iteration):
             arena.control.mark_whole(package.snapshot)
         return Corruption()
 
     def close(self) -> None:
-        """Give the arena up; what is not finished does not count."""
+        """Release the arena; an unfinished slot stays invalid."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -165,28 +165,28 @@ class ShardReconstruction:
     @property
     def _whole(self) -> Package:
         if self._package is None:
-            raise ArenaError(f"{self.fix.shard}: no package to rebuild it from")
+            raise ArenaError(f"{self.fix.shard}: no package to reconstruct it from")
         return self._package
 
     def _existing(self, path: Path) -> Arena | None:
-        """The arena at ``path``; one in which nothing can be read is cleared."""
+        """The arena at ``path``, None if there is none; an unreadable one is cleared."""
         if not path.exists():
             return None
         try:
             return Arena.open(path, writable=True)
         except CorruptError:
-            # The new arena must have its name. Its parity stays: this very rebuild may read it.
+            # The new arena must have its name. Its parity stays: this reconstruction may read it.
             clear_arena(path)
             return None
 
     def _begin(self) -> None:
-        """Make the slot WRITING, with everything but the stepped chunks in place."""
+        """Make the slot WRITING, and write everything but the optimizer-updated chunks."""
         arena, package, slot = self.arena, self._whole, self._slot
         if not arena.allocated(slot):
             arena.allocate(slot, reserves=False)
         elif arena.slot_error(slot) is not None:
             arena.renew(slot)
-        # Before the first byte: a kill from here to ``finish`` leaves WRITING, which nobody takes for a snapshot.
+        # Before the first byte: a kill between here and ``finish`` leaves WRITING, which is never restored.
         arena.control.begin(slot)
         self._open_slot()
         self._put_frame()
@@ -198,14 +198,14 @@ class ShardReconstruction:
         arena.control.set_objects(slot, len(package.objects), xxhash.xxh3_64_intdigest(package.objects))
 
     def _mend(self) -> None:
-        """Put right what is not a matter of parity in a slot that is repaired in place."""
+        """Repair everything that parity does not give, in place."""
         arena, package, slot = self.arena, self._package, self._slot
         hashes = arena.hashes(slot)
-        # It has no checksums of its own: those of its package showed which chunks are bad.
+        # Without own checksums, those of the package have shown which chunks are bad.
         if hashes is None and package is not None:
             hashes = package.chunk_hashes
         if hashes is None and self.fix.chunks:
-            raise CorruptError(f"{self.fix.shard}: slot {slot} has no checksums to repair it by")
+            raise CorruptError(f"{self.fix.shard}: slot {slot} has no checksums to verify a repair with")
         self._hashes = hashes if hashes is not None else self._hashes
         self._put_frame()
         if package is not None and package.manifest.digest == arena.manifest.digest:
@@ -242,21 +242,20 @@ class ShardReconstruction:
     def _put_objects(self) -> None:
         span, data = self.arena.image.objects, self._whole.objects
         self._write(span.begin, data)
-        reserve(self._file, self._path, span.begin, span.end)  # later snapshots may have more of them
+        reserve(self._file, self._path, span.begin, span.end)  # later snapshots may have larger objects
 
 
 def _in_pages(nbytes: int) -> int:
-    """What a file of ``nbytes`` takes of a tmpfs."""
+    """The memory that a file of ``nbytes`` takes in a tmpfs."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _pick(arena: Arena, chosen: SnapshotId, keep: Sequence[Collection[SnapshotId]]) -> int:
-    """The slot to rebuild ``chosen`` into: one that holds nothing, or what is needed least.
+    """The slot to reconstruct ``chosen`` in: an empty one, or the one needed least.
 
-    A slot of ``chosen`` itself, which could not be used, comes first, then damaged ones, those without a snapshot,
-    those of snapshots that nothing in ``keep`` needs, those without memory. Only where there is none of these goes
-    one that a restart may need: a newer one, as restoring ``chosen`` voids it all the same, or else the oldest, which
-    is taken last should this rebuild fail.
+    In order: an unusable slot of ``chosen`` itself, damaged ones, those without a snapshot, those of snapshots that
+    nothing in ``keep`` needs, unallocated ones. Only then one that a restart may need: a newer one, which restoring
+    ``chosen`` invalidates anyway, or else the oldest, the last fallback should this reconstruction fail.
     """
 
     def key(slot: int) -> tuple[int, int]:
@@ -264,7 +263,7 @@ def _pick(arena: Arena, chosen: SnapshotId, keep: Sequence[Collection[SnapshotId
         if snapshot == chosen:
             return 0, 0
         if not arena.allocated(slot):
-            return 4, 0  # behind those of no use: memory is short where nodes were lost
+            return 4, 0  # after useless ones: memory is short after a loss of nodes
         if arena.slot_error(slot) is not None:
             return 1, 0
         if snapshot is None:

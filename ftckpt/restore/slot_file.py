@@ -1,5 +1,5 @@
-"""A slot's file, read by calls: through its mapping each page asks for a fault, which costs more than to copy it; and
-the shard in it, chunk by chunk, each proven on its way to where it belongs."""
+"""A slot's file, read by calls, as a page fault of a mapping costs more than copying the page; and the shard in it,
+read chunk by chunk, each verified on its way."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
 
 _PIECE_BYTES = 1 << 20
-"""Read and hashed at a time: it stays in a core's own cache."""
+"""Bytes read and hashed at a time: they stay in a core's cache."""
 
 _MOST_VECTORS = os.sysconf("SC_IOV_MAX")
-"""Memories that one call fills."""
+"""Maximum buffers that one call fills."""
 
 
 class SlotFile:
     """The file that ``arena`` has mapped for ``slot``. Any thread may read; ``close`` once.
 
     Raises:
-        ArenaError: it cannot be opened, or another file has its name by now.
+        ArenaError: it cannot be opened, or was replaced since it was mapped.
     """
 
     def __init__(self, arena: Arena, slot: int) -> None:
@@ -47,9 +47,9 @@ class SlotFile:
         self._path = path
 
     def take(self, chunk: int, landings: Sequence[LoadTarget] = ()) -> int:
-        """Read a chunk once: fill ``landings`` in it, ascending and apart from each other; xxh3-64 of all of it.
+        """Read a chunk once and fill ``landings``, ascending and disjoint; returns the xxh3-64 of the chunk.
 
-        What the landings have is what was hashed. Raises ArenaError.
+        The hash is computed from the bytes that the landings receive. Raises ArenaError.
         """
         digest = xxhash.xxh3_64()
         for begin, memories in self._batches(self._spans[chunk], landings):
@@ -59,11 +59,11 @@ class SlotFile:
         return digest.intdigest()
 
     def read_into(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory``, of bytes, from ``begin`` on; raises ArenaError."""
+        """Fill ``memory`` with the bytes from ``begin`` on; raises ArenaError."""
         self._fill(begin, [memory])
 
     def _fill(self, begin: int, memories: Sequence[memoryview]) -> None:
-        """Fill ``memories``, of bytes, one after the other."""
+        """Fill ``memories`` one after the other."""
         place, left = begin, deque(filter(len, memories))
         while left:
             try:
@@ -79,16 +79,16 @@ class SlotFile:
                 left[0] = left[0][count:]
 
     def close(self) -> None:
-        """Give the descriptor up."""
+        """Close the descriptor."""
         os.close(self._fd)
 
     def _batches(self, span: Span, landings: Sequence[LoadTarget]) -> Iterator[tuple[int, list[memoryview]]]:
-        """All of a chunk in order, a begin and what is filled from there on by one call: of the landings, and between
-        them of memory that is used again."""
+        """The batches of a chunk: an offset, and the buffers that one call fills from there, which are landings and,
+        between them, scratch memory."""
         place, size, memories = span.begin, 0, list[memoryview]()
 
         def gap(begin: int, end: int) -> memoryview:
-            # Each of a batch has its own: all are hashed behind the call.
+            # Disjoint within a batch: all buffers are hashed after the call.
             return scratch(_PIECE_BYTES)[size : size + end - begin]
 
         for memory in cover(span, landings, gap):
@@ -105,13 +105,13 @@ class SlotFile:
 
 
 class SlotShard:
-    """What ``slot`` of ``arena`` holds of ``snapshot``; ``file`` is its file. Any thread may read chunks.
+    """The shard of ``snapshot`` in ``slot`` of ``arena``; ``file`` is the slot's. Any thread may read chunks.
 
     Args:
-        expected: the checksums of its chunks; those that are not there are not proven.
+        expected: the checksums of chunks; chunks without one are not verified.
 
     Raises:
-        ArenaError: it holds something else by now, or all but its chunks is bad.
+        ArenaError: the slot has another snapshot by now, or is corrupt apart from its chunks.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class SlotShard:
         self._arena, self._slot, self._file, self._expected = arena, slot, file, expected
 
     def stored_bytes(self, number: int) -> int:
-        """What is read for a chunk."""
+        """The bytes that are read for a chunk."""
         return self.image.chunks[number].nbytes
 
     def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
-        """Fill ``landings``, ascending and apart from each other, from a chunk.
+        """Fill ``landings``, ascending and disjoint, from a chunk.
 
         Raises:
-            CorruptError: the chunk is not what it was when its checksum was taken; the landings have what it is.
+            CorruptError: the chunk does not match its checksum; the landings have the corrupt bytes.
             ArenaError: it cannot be read.
         """
         found = self._file.take(number, landings)
@@ -140,6 +140,6 @@ class SlotShard:
             raise CorruptError(f"{self._arena.path}: slot {self._slot}: chunk {number} does not match its checksum")
 
     def objects(self) -> bytes:
-        """The encoded objects, proven when this was made."""
+        """The encoded objects, verified by the constructor."""
         with self._arena.read_objects(self._slot) as objects:
             return bytes(objects)

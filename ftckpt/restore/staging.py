@@ -1,7 +1,7 @@
-"""Bytes of the host on their way to a device: a thread reads the next ones while a copy engine takes the last ones.
+"""Pinned staging buffers between host and device: a thread reads into one while a copy engine empties another.
 
-Memory that is not pinned the driver would copy once more by itself, one thread at a time: a small part of what the
-link gives. ``pin_ahead`` has it in torch's cache before the first read, ``free_pinned`` frees it.
+From unpinned memory the driver would copy through its own buffer, one thread at a time, at a fraction of the link's
+bandwidth. ``pin_ahead`` fills torch's cache of pinned memory before the first read, ``free_pinned`` frees it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ftckpt.memory.destinations import scratch
 from ftckpt.restore.redistribute import MESSAGE_BYTES, Strip
 
 _MOST = 2
-"""Memories of a thread: one is read into while the other is taken."""
+"""Buffers of a thread: one is filled while the other is copied."""
 
 PINNED_SECS = 30.0
-"""For a thread that allocates or frees pinned memory: a device that hangs must not hang a restore."""
+"""Deadline for a thread that allocates or frees pinned memory: a hung device must not hang a restore."""
 
 _pinning = threading.Lock()
 """Held while pinned memory is allocated or freed."""
 
 
 class _Memory:
-    """Pinned memory, and where on the stream the last copy from it stands."""
+    """A pinned buffer, and the event of the last copy from it."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = pinned_memory(nbytes)
@@ -38,10 +38,8 @@ class _Memory:
 
 
 class StagingBuffers:
-    """For the threads of one reading; made by the thread on whose stream the copies are to stand, which ``settle``s.
-
-    A thread asks for ``memory``, fills it and sends parts of it by ``send``; it may have another then.
-    """
+    """The staging buffers of one read. The thread that creates them also calls ``settle``; copies are ordered after
+    the work on its current stream. Each reading thread repeats: get ``memory``, fill it, and ``send`` parts of it."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -51,23 +49,24 @@ class StagingBuffers:
             # The driver accepts batches on no default stream.
             self._stream, self._copy_all = separate_stream(current.device), batch_copy()
             self._stream.wait_stream(current)
-            if _pinning.acquire(timeout=PINNED_SECS):  # else it allocates beside that
+            if _pinning.acquire(timeout=PINNED_SECS):  # wait for ``pin_ahead``; after the deadline allocate anyway
                 _pinning.release()
-        # By thread, which may end before its copies: torch, which knows of none in a call, would lend what is freed.
+        # Referenced until ``settle``: a thread may end before its copies, and torch, which does not see the driver's
+        # batches, would reuse freed buffers.
         self._memories: dict[int, list[_Memory]] = {}
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """For a thread that copies to the device without ``send``, too."""
+        """Run this thread's copies on the common stream, also those made without ``send``."""
         if self._stream is None:
             yield
             return
-        # Both: a thread begins on the first device, and to go back there from a stream alone opens a context on it.
+        # Both: a thread starts on device 0, and leaving the stream context alone would create a CUDA context there.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             yield
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """1-D uint8, this thread's until it asks again; waits until what was sent from it before has come."""
+        """A 1-D uint8 buffer, this thread's until its next call; waits for earlier copies from the buffer."""
         if self._stream is None:
             return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
         memories = self._memories.setdefault(threading.get_ident(), [])
@@ -76,24 +75,24 @@ class StagingBuffers:
             if memory.taken is not None:
                 memory.taken.synchronize()
             memories.append(memory if memory.data.numel() >= nbytes else _Memory(nbytes))
-            if not memories[-1].data.is_pinned():  # no more may be locked
+            if not memories[-1].data.is_pinned():  # the limit of locked memory is reached
                 self._copy_all = None
         return memories[-1].data[:nbytes]
 
     def send(self, copies: Iterable[tuple[Strip, Strip]]) -> None:
-        """Copy from ``memory`` to where it belongs, pairs of a target and a source; returns before the bytes are
-        there. Runs of bytes are one call of the driver, in any order."""
+        """Copy asynchronously from ``memory``, by pairs of a target and a source. Runs of bytes are one call of the
+        driver, in any order."""
         with self.on_stream():
             try:
                 self._copy(copies)
-            finally:  # what was sent before an error is on its way
+            finally:  # copies enqueued before an error are in flight
                 if self._stream is not None:
                     event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                     event.record(self._stream)
                     self._memories[threading.get_ident()][-1].taken = event
 
     def settle(self) -> None:
-        """Everything that was sent has come. Threads that have sent are over, or send no more."""
+        """Wait for all copies. Called after the last ``send`` of any thread."""
         if self._stream is None:
             return
         self._stream.synchronize()
@@ -118,15 +117,15 @@ class StagingBuffers:
 
 
 def pin_ahead(nbytes: int, threads: int) -> threading.Thread:
-    """Allocate what so many threads need to read ``nbytes``, in torch's cache; ``StagingBuffers`` wait for it."""
+    """Allocate in torch's cache the buffers that ``threads`` need to read ``nbytes``. ``StagingBuffers`` waits."""
     number = min(_MOST * threads, -(-nbytes // MESSAGE_BYTES))
-    # All at the same time: what is free would be allocated again.
+    # All are referenced at the same time: a freed one would be returned again.
     return _beside(lambda: [pinned_memory(MESSAGE_BYTES) for _ in range(number)])
 
 
 def free_pinned() -> threading.Thread:
-    """Free what of pinned memory nobody uses. Training begins behind ``join``: a driver may wait for all work of its
-    device here, with a lock that launches need, and kernels wait for those that another rank has still to launch."""
+    """Free unused pinned memory; ``join`` the thread before training starts. The driver may wait for all work of the
+    device with a lock that launches need, while kernels wait for those that another rank has yet to launch."""
     return _beside(getattr(torch._C, "_host_emptyCache", lambda: None))
 
 
@@ -134,7 +133,7 @@ def _beside(action: Callable[[], object]) -> threading.Thread:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
     def run() -> None:
-        with _pinning, suppress(RuntimeError), torch.cuda.device(device):  # it is only slower without
+        with _pinning, suppress(RuntimeError), torch.cuda.device(device):  # an optimization only
             action()
 
     thread = threading.Thread(target=run if device is not None else None, name="ftckpt-pinned", daemon=True)
@@ -143,5 +142,5 @@ def _beside(action: Callable[[], object]) -> threading.Thread:
 
 
 def copy_later(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Enqueue it on the current stream; a module-level function for tests, whose devices are not real."""
+    """Enqueue a copy on the current stream; a module-level function that tests with simulated devices replace."""
     target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The snapshots on storage that a restart may take, as all ranks see them alike."""
+"""Catalog of the snapshots on storage that a restart may restore, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage, patiently
 
 _NEWEST = 10
-"""Snapshots on storage that a restart reads about: should all of them be bad, older ones are for people to choose."""
+"""Maximum manifests that a restart reads: if all these snapshots are corrupt, users choose an older one by name."""
 
 _PATIENCE_SECS = 30.0
-"""How long a restart tries what storage does not give: less than ranks wait for each other."""
+"""Deadline of retries on storage: less than the time that ranks wait for each other."""
 
 T = TypeVar("T")
 
@@ -34,29 +34,29 @@ class StorageCatalog:
     storage: Storage | None = None
     snapshots: tuple[StoredSnapshot, ...] = ()
     problem: str = ""
-    """Why there may be more than can be seen."""
+    """The reason why there may be more snapshots; empty if all were read."""
     is_away: bool = False
-    """Whether that passes: what cannot be seen now may be seen by a later start."""
+    """Whether the problem is temporary: a later start may see more."""
     reader: str = ""
-    """As whom this restart keeps what is there from being removed."""
+    """The name under which this restart holds checkpoints, so that none is removed."""
     lineage: Lineage = UNKNOWN
-    """The head, as far as storage has recorded it."""
+    """The newest head that storage has recorded."""
     named: StoredSnapshot | None = None
-    """The one that ``Request.name`` names."""
+    """The snapshot that ``Request.name`` names."""
     abandoned: tuple[str, ...] = ()
-    """Names of checkpoints that are not in the past of the job."""
+    """Names of checkpoints that are not in the past of the head."""
     bad: tuple[int, ...] = ()
-    """Iterations that have proven bad."""
+    """Iterations of corrupt snapshots."""
 
     def close(self) -> None:
-        """Release the hold on what is there."""
+        """Release the hold on checkpoints."""
         if self.storage is not None and self.reader:
-            with suppress(StorageError):  # the claim of the run that follows does so, too
+            with suppress(StorageError):  # the claim of the next run releases it, too
                 retention.let_go(self.storage, self.reader)
 
     @property
     def lost(self) -> LostError | None:
-        """What it means that nothing of it can be used, where memory has nothing either."""
+        """The error if neither memory nor this catalog has a usable snapshot; None if storage has none at all."""
         if there := [*self.bad, *(one.snapshot.iteration for one in self.snapshots)]:
             return LostError(
                 f"none of the snapshots on storage ({', '.join(map(str, there))}) can be used; the log says why"
@@ -69,22 +69,22 @@ class StorageCatalog:
         return LostError(f"storage cannot be read: {self.problem}") if self.problem else None
 
     def require_seen(self) -> None:
-        """Refuses to go on from less than what memory last called whole before storage was seen: storage may have
-        something newer, which the next checkpoint would abandon.
+        """Check that storage was read, before the job resumes from older state than it had: storage may have newer
+        snapshots, which the next checkpoint would abandon.
 
         Raises:
-            StorageError: on all ranks: it is away.
+            StorageError: on all ranks; storage is unavailable.
         """
         if self.is_away:
             away = StorageError(
-                "memory does not have what the job came to, and storage, which may have it, cannot be seen: "
-                f"{self.problem}; start again when it is back, or without --ftckpt-persist to do without it"
+                "memory lacks the newest snapshot, and storage, which may have it, is unavailable: "
+                f"{self.problem}; start again when it is back, or without --ftckpt-persist to ignore it"
             )
             away.of_all_ranks = True
             raise away
 
     def selected(self, selection: Selection) -> StorageCatalog:
-        """With the snapshots alone that a restart may take."""
+        """The catalog with only the snapshots that a restart may restore."""
         every = self.snapshots if self.named is None else (self.named, *self.snapshots)
         left = {one.snapshot: one for one in every if selection.takes(one.lineage, one.snapshot)}
         abandoned = [
@@ -94,13 +94,13 @@ class StorageCatalog:
         return replace(self, snapshots=tuple(left.values()), abandoned=(*self.abandoned, *abandoned))
 
     def without(self, snapshot: SnapshotId) -> StorageCatalog:
-        """Without a snapshot that has proven bad."""
+        """The catalog without a corrupt snapshot."""
         left = tuple(one for one in self.snapshots if one.snapshot != snapshot)
         return replace(self, snapshots=left, bad=(*self.bad, snapshot.iteration))
 
     @property
     def newest(self) -> int:
-        """The newest iteration, -1 for none."""
+        """The newest iteration; -1 for none."""
         return max((one.snapshot.iteration for one in self.snapshots), default=-1)
 
 
@@ -108,16 +108,15 @@ NO_SHELF = StorageCatalog()
 
 
 class StorageView(NamedTuple):
-    """What one rank sees of storage: why it cannot reach it, and the length of what it is to tell the others."""
+    """One rank's view of storage: the reason why it is unavailable, and the length of the rank's encoded contents."""
 
     away: str
     length: int
 
 
 class _StorageContents(NamedTuple):
-    """What rank 0 has read: names and manifests of the newest that count, the head that storage has recorded, names
-    of those that do not count, name and manifest of the one that was named, why there may be more, and whether that
-    passes."""
+    """The contents that rank 0 has read: names and manifests of the newest snapshots in the past of the head, name
+    and manifest of the requested one (``named``), and fields as in ``StorageCatalog``."""
 
     manifests: list[tuple[str, str]]
     lineage: Lineage = UNKNOWN
@@ -128,9 +127,9 @@ class _StorageContents(NamedTuple):
 
 
 class CatalogSurvey:
-    """How ranks look at storage, one for all of them: ``see`` on each, ``join`` with what all have seen.
+    """The survey of storage, read by rank 0: ``see`` on each rank, then ``join`` with the results of all.
 
-    ``lineage`` gives what rank 0's node knows of the head.
+    ``lineage`` gives the head that rank 0's node has recorded.
     """
 
     def __init__(
@@ -147,11 +146,10 @@ class CatalogSurvey:
         return self._group.name.rpartition("/")[2]
 
     def see(self) -> StorageView:
-        """Whether this rank can reach storage; the first looks what is there, of which nothing is removed from here
-        on.
+        """Open storage; rank 0 also holds its checkpoints, so that none is removed from here on, and reads them.
 
         Raises:
-            StorageError: it cannot, and trying again is of no use.
+            StorageError: storage cannot be used, and retrying is useless.
         """
         if not self._where:
             return StorageView("", 0)
@@ -163,17 +161,17 @@ class CatalogSurvey:
         return StorageView(away, len(self._told))
 
     def join(self, seen: Sequence[StorageView]) -> StorageCatalog:
-        """What is there. Collective."""
+        """The catalog of storage; empty, with the problem, if a rank cannot reach it. Collective."""
         if not self._where:
             return NO_SHELF
         leads = self._group.rank == 0
         if away := next((one.away for one in seen if one.away), ""):
-            self._events.emit("storage_fails", error=away)  # memory may do
+            self._events.emit("storage_fails", error=away)  # memory may suffice
             if leads and self._storage is not None:
                 with suppress(StorageError):
                     retention.let_go(self._storage, self._reader)
             return StorageCatalog(problem=away, is_away=True)
-        # The length is known: a broadcast takes as many bytes on all ranks.
+        # Padded: a broadcast needs equal sizes on all ranks.
         data = self._group.broadcast(self._told.ljust(max(one.length for one in seen), b" "))
         found = codec.decode(data, _StorageContents)
         snapshots = tuple(self._decoded(*one) for one in found.manifests)
@@ -188,7 +186,7 @@ class CatalogSurvey:
 
 
 def _open(where: str) -> tuple[Storage | None, str]:
-    """Storage, or why it is away."""
+    """Storage, or the reason why it is unavailable for now."""
     try:
         return ask(lambda: open_storage(where, "--ftckpt-persist")), ""
     except StorageError as error:
@@ -208,18 +206,18 @@ def _require_own(storage: Storage) -> None:
 def _hold(storage: Storage, reader: str, events: Events) -> None:
     try:
         retention.hold(storage, reader)
-    except StorageError as error:  # a place that is full can be read
-        events.emit("storage_fails", error=f"it may remove what this restart reads: {error}")
+    except StorageError as error:  # not fatal: full storage can be read
+        events.emit("storage_fails", error=f"checkpoints may be removed while this restart reads them: {error}")
 
 
 def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _StorageContents:
-    """The newest manifests that count, and of those before ``request.before`` as many, with what else is there."""
+    """The newest manifests in the past of the head, and as many from before ``request.before``."""
     found = _StorageContents([])
     try:
         void = ask(lambda: retention.voided(storage))
         head = newest([head, ask(lambda: commit.claimed_lineage(storage))])
         found = found._replace(lineage=head)
-        wanted = [_NEWEST, _NEWEST if request.before else 0]  # of all, of those before it
+        wanted = [_NEWEST, _NEWEST if request.before else 0]  # of all iterations, of those before ``request.before``
         for name in ask(lambda: commit.checkpoints(storage)):
             is_older, is_named = name.iteration < request.before, str(name) == request.name
             if wanted[0] <= 0 and not (is_older and wanted[1] > 0) and not is_named:
@@ -242,7 +240,7 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
                     continue
                 found.manifests.append(manifest)
                 if is_doubtful(stored.lineage, name.iteration, head):
-                    continue  # a start takes it by name alone
+                    continue  # restored only by name: it does not count toward ``wanted``
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
@@ -251,5 +249,5 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
 
 
 def ask(action: Callable[[], T]) -> T:
-    """What storage answers, asked as long as a restart may wait; raises StorageError."""
+    """The result of ``action``, retried until a restart's deadline; raises StorageError."""
     return patiently(action, _PATIENCE_SECS)

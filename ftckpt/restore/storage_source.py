@@ -1,7 +1,6 @@
-"""Snapshots on storage, as one more source of a restart: shards that memory lacks are brought there, and proven.
+"""Storage as a source of a restart: shards that memory lacks are fetched to slots and verified.
 
-In memory they are what they were: slots of arenas. What a restart does with them, in any layout, it does as with all
-others.
+After that they are ordinary slots of arenas, on any layout.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from ftckpt.restore.repair import Need, make_room
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 
 _AHEAD_BYTES = 256 << 20
-"""Of each file, before there is memory for what it holds: what the disks give in that time, about."""
+"""Bytes of each file to read ahead while slots are allocated: about as many as disks deliver in that time."""
 
 
 class ShardFetch:
-    """Brings the shards of one snapshot that memory lacks from storage to slots; ``run``, collective, once.
+    """The fetch of the shards of one snapshot that memory lacks, from storage to slots; ``run`` once, collectively.
 
     Args:
-        inventory: of all nodes; ``bad`` are slots in it that did not verify, and what of them did not.
-        slots: of an arena that must be created.
+        inventory: the inventory of all nodes; ``bad``: its slots that failed verification, with their corruption.
+        slots: the number of slots of an arena that must be created.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ShardFetch:
         self._builds: dict[str, ShardReconstruction] = {}
         self.files = files
         self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
-        """What was brought, of all ranks; from ``run`` on."""
+        """Chunks and bytes that all ranks fetched; set by ``run``."""
 
     @property
     def is_all(self) -> bool:
@@ -67,11 +66,11 @@ class ShardFetch:
         return len(self._missing) == len(self._stored.shards)
 
     def run(self) -> dict[str, SlotAt]:
-        """Where the shards lie that were brought.
+        """Fetch the shards; returns their slots.
 
         Raises:
-            StorageError: something on storage is bad, or away; no shard counts that is not whole.
-            MemoryBudgetError, ArenaError: a node has no room, or another process writes there.
+            StorageError: storage is corrupt or unavailable; incomplete slots stay invalid.
+            MemoryBudgetError, ArenaError: a node has no room, or another process writes the arena.
         """
         self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
         reader = ChunkReader(self._group, reads(self._stored.snapshot))
@@ -87,7 +86,7 @@ class ShardFetch:
             reader.tell(self._events, self._stored.snapshot.iteration, len(self._missing))
             together(self._group, self._seal)
         finally:
-            reader.close()  # first: what it writes into is closed
+            reader.close()  # before the slots that it writes into
             for build in self._builds.values():
                 build.close()
             self._arenas.close()
@@ -97,7 +96,7 @@ class ShardFetch:
     def _look(self, reader: ChunkReader) -> Need:
         for shard in self._mine():
             self._builds[shard] = self._build(self.files.get(shard))
-        # Until slots have their memory; behind the small reads, which would wait for all of it.
+        # Read ahead while slots are allocated, but after the small reads above, which would wait for it.
         new = [shard for shard, build in self._builds.items() if not build.fix.in_place]
         reader.begin(lambda: self.files.read_ahead(new, _AHEAD_BYTES))
         return Need.of(self._builds.values())
@@ -108,7 +107,7 @@ class ShardFetch:
         return {shard: build.at for shard, build in self._builds.items()}
 
     def _jobs(self, build: ShardReconstruction) -> Iterator[Job]:
-        """All chunks of a slot, in the order in which they lie there."""
+        """The chunks to fetch for a slot, in ascending order."""
         file = self.files.get(build.fix.shard)
         for chunk in build.fix.chunks:
             yield Job(build.length(chunk), partial(_bring, file, build, chunk))
@@ -116,24 +115,24 @@ class ShardFetch:
     def _seal(self) -> None:
         for shard, build in self._builds.items():
             if damage := build.finish():
-                raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is bad yet", lasting=True)
+                raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is still corrupt", lasting=True)
 
     def _mine(self) -> Iterator[str]:
-        """Shards that this rank brings: the one that it continues, or, of another layout, its part of all."""
+        """The shards that this rank fetches: the one that it continues or, in another layout, its share of all."""
         same, ranks = not layouts_differ(self._topology.layout, self._stored.layout), self._topology.rank_of
         for number, shard in enumerate(self._missing):
             if (ranks[shard] if same else number % len(ranks)) == self._group.rank:
                 yield shard
 
     def _package(self, file: ShardFile) -> Package:
-        """What a slot is built around: all but its stepped chunks."""
+        """The package of a slot: everything but the optimizer-updated chunks."""
         image = file.image
         volatile = [file.chunk(number) for number in range(image.num_stepped_chunks, len(image.chunks))]
         hashes, objects = file.entry.chunk_hashes, bytes(file.objects())
         return Package(image.manifest, self._stored.snapshot, 1, hashes, objects, b"".join(volatile))
 
     def _build(self, file: ShardFile) -> ShardReconstruction:
-        """What is bad is brought where it lies, or all of the shard to a new slot."""
+        """The reconstruction of a shard: only its bad parts in place, if it has such a slot, or all in a new slot."""
         image, node_dir, package = file.image, self._arenas.node_dir, self._package(file)
         name = arena_path(node_dir, image.manifest).name
         fix = ShardRepair(
@@ -146,7 +145,7 @@ class ShardFetch:
         return ShardReconstruction(node_dir, fix, package, self._slots, self._keep())
 
     def _is_of_file(self, at: SlotAt, damage: Corruption, file: ShardFile) -> bool:
-        """Whether a slot has what the file has, but for a few bad chunks."""
+        """Whether a slot has the content of the file, apart from its corruption."""
         if damage.useless:
             return False
         try:
@@ -162,10 +161,10 @@ class ShardFetch:
 
 
 def reads(snapshot: SnapshotId) -> str:
-    """What a rank does that reads it from storage, for people."""
+    """The description of a read from storage, for progress logs."""
     return f"reads iteration {snapshot.iteration} from storage"
 
 
 def _bring(file: ShardFile, build: ShardReconstruction, chunk: int) -> None:
-    """Read a chunk, prove it, and write it where it belongs in memory."""
+    """Read and verify a chunk, and write it to its slot."""
     build.put(chunk, 0, np.frombuffer(proven(file, chunk), np.uint8))

@@ -1,4 +1,4 @@
-"""The first look of a restart: what all ranks have loaded, and what memory and storage have, in one round."""
+"""The survey at the start of a restart: loaded checkpoints, memory and storage of all ranks, in one gather."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ftckpt.restore.storage_catalog import CatalogSurvey, StorageCatalog, Storag
 
 
 class NodeMemory(NamedTuple):
-    """What a rank has loaded and, if it leads its node, what that has in memory: its lineage, the newest iteration
-    that is ``whole``, and the newest of all; -1 for none."""
+    """The checkpoint that a rank has loaded and, if it leads its node, the node's lineage, its newest committed
+    iteration (``whole``) and its newest iteration in any slot; -1 for none."""
 
     loaded: LoadedCheckpoint
     lineage: Lineage = UNKNOWN
@@ -32,7 +32,7 @@ class NodeMemory(NamedTuple):
     newest: int = -1
 
     def with_arena(self, control: ControlBlock) -> NodeMemory:
-        """With what the control block of an arena says."""
+        """The result with an arena's control block included."""
         records = [control.record(slot).snapshot for slot in range(control.slots)]
         whole = -1 if (snapshot := control.whole()) is None else snapshot.iteration
         found = max((record.iteration for record in records if record is not None), default=-1)
@@ -40,8 +40,8 @@ class NodeMemory(NamedTuple):
 
 
 class SurveyResult(NamedTuple):
-    """What all ranks have ``loaded``, what the memory of each has, the ``head`` of the job, what storage has, and the
-    inventory of all nodes: None where one cannot be taken."""
+    """The ``loaded`` checkpoint, the report of each rank (``memory``), the ``head`` of the job, the storage catalog,
+    and the inventory of all ranks: None if one cannot be taken."""
 
     loaded: LoadedCheckpoint
     memory: Sequence[NodeMemory]
@@ -50,21 +50,21 @@ class SurveyResult(NamedTuple):
     reports: Sequence[Inventory] | None
 
     def whole(self, head: Lineage) -> int:
-        """The newest iteration in memory that was whole and can be in the past of ``head``; -1 for none."""
+        """The newest committed iteration in memory that can be in the past of ``head``; -1 for none."""
         return max(min(one.whole, last_shared(self._lineage_of(one), head)) for one in self.memory)
 
     def newest(self, head: Lineage) -> int:
-        """As ``whole``, of any slot."""
+        """The newest iteration in any slot that can be in the past of ``head``; -1 for none."""
         return max(min(one.newest, last_shared(self._lineage_of(one), head)) for one in self.memory)
 
     def nodes_know(self, num_nodes: int) -> bool:
-        """Whether all of so many nodes have recorded the head."""
+        """Whether all ``num_nodes`` nodes have recorded the head."""
         known = [one.lineage for one in self.memory if one.lineage.branches]
         return len(known) == num_nodes and all(one == self.head for one in known)
 
     @property
     def in_memory(self) -> dict[SnapshotId, Lineage]:
-        """The snapshots of all slots, and the lineages of the nodes that have them."""
+        """The snapshots of all slots, with the lineages of their nodes."""
         return {
             slot.snapshot: report.lineage if report.lineage.branches else self.head
             for report in self.reports or () for arena in report.arenas for slot in arena.slots
@@ -82,11 +82,11 @@ class SurveyResult(NamedTuple):
 def look(
     group: Group, topology: Topology, arenas: OpenArenas, shelf_look: CatalogSurvey, loaded: LoadedCheckpoint
 ) -> SurveyResult:
-    """What is there, the same on all ranks. Collective.
+    """The survey, the same on all ranks. Collective.
 
     Raises:
-        ConfigError: ranks have loaded different iterations; on all of them.
-        StorageError: storage cannot be seen, and trying again is of no use.
+        ConfigError: ranks have loaded different iterations; on all ranks.
+        StorageError: storage cannot be used, and retrying is useless.
     """
 
     def read() -> NodeMemory:
@@ -94,12 +94,12 @@ def look(
             return NodeMemory(loaded)
         memory = NodeMemory(loaded, read_lineage(arenas.node_dir))
         for path in list_arenas(arenas.node_dir):
-            with suppress(FtckptError), open_control(path) as control:  # the inventory reports what is wrong with it
+            with suppress(FtckptError), open_control(path) as control:  # the inventory reports the error
                 memory = memory.with_arena(control)
         return memory
 
     def report() -> Inventory | None:
-        with suppress(FtckptError):  # it may be of no importance: a search that needs it takes it again, and raises
+        with suppress(FtckptError):  # may be irrelevant: a search that needs the inventory retakes it, and raises
             return part_of_inventory(topology, arenas)
         return None
 
@@ -111,11 +111,11 @@ def look(
     if len(differing) > 1:
         found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
         raise ConfigError(
-            f"restore: ranks have loaded different iterations from storage ({found}): let all of them load one"
+            f"restore: ranks have loaded different iterations from storage ({found}): let all ranks load the same one"
         )
     head = newest([shelf.lineage, *(one.lineage for one in ranks)])
     return SurveyResult(
-        # One that knows is enough: others may not see what the newest on storage is.
+        # One rank suffices: others may not see the newest checkpoint on storage, from which a named one differs.
         replace(loaded, named=any(one.loaded.named for one in ranks)),
         ranks, head if head.branches else FIRST,
         shelf, reports if None not in reports else None,

@@ -1,13 +1,13 @@
-"""What the chosen slots offer, and what this rank needs of it.
+"""Index of the fragments in the selected slots, and the fragments that this rank needs of them.
 
-Every rank of a large job must know what all slots offer, and needs little of it. A slot's offers travel as a table:
-two zlib streams behind the length of the first (8 bytes, little endian). The tensors of its fragments as JSON,
-``[[key, dtype, shape], …]``, and a row of int64 (little endian) of each, see ``row_of``. The tensors of many slots
-are the same bytes: they are looked at once, and rows only where a key is wanted.
+Every rank of a large job must know the fragments of all slots, and needs few of them. A slot's entries are sent as a
+table: the length of the first of two zlib streams (8 bytes, little endian) and the streams. The first has the tensors
+as JSON, ``[[key, dtype, shape], …]``, the second a row of int64 (little endian) for each fragment, see ``row_of``.
+Equal first streams of many slots are parsed once, and rows only if a key is needed.
 
-Whether the job has the layout of the snapshot is no matter of these functions but of their data: a rank that
-continues a shard (``own``) reads for itself what that shard had for itself; where no rank continues a shard, what
-shards had for themselves is read from any of them, if all agree, and what belongs to one rank stays as it was built.
+On another layout the functions are the same, with other data. A rank that continues a shard (``own``) reads that
+shard's private fragments. If no rank continues a shard, fragments private to shards are read from any of them, if all
+agree, and ``local/`` ones stay as they were built.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ from ftckpt.restore.locations import SlotAt
 
 
 class ShardEntry(NamedTuple):
-    """A fragment that can be read from ``source`` (an index that the caller understands).
-
-    ``offset`` is where the fragment's first byte lies in the source.
-    """
+    """A fragment that can be read from ``source`` (an index of the caller); its first byte is at ``offset``."""
 
     source: int
     fragment: Fragment
@@ -45,7 +42,7 @@ class ShardEntry(NamedTuple):
 
 
 class TensorId(NamedTuple):
-    """What fragments must have in common to be parts of the same tensor."""
+    """The identity of a tensor: fragments with equal ones are parts of the same tensor."""
 
     key: str
     dtype: str
@@ -53,29 +50,29 @@ class TensorId(NamedTuple):
 
 
 FIXED_COLUMNS = 3
-"""Columns before those that follow the dimensions."""
+"""Columns before those that depend on the number of dimensions."""
 
-# Of zlib, the fastest: every rank packs while all others wait for it.
+# The fastest of zlib: ranks wait for each other's compression.
 _LEVEL = 1
 _LENGTH_BYTES = 8
 MOST_BYTES = 1 << 30
-"""Bound on either stream once it is unpacked."""
+"""Maximum size of a decompressed stream."""
 
 
 def row_of(fragment: Fragment, offset: int) -> tuple[int, ...]:
-    """An offer as numbers, without its source and tensor: byte offset, start, stop, box offset, box shape."""
+    """An entry as numbers, without its source and tensor: byte offset, start, stop, box offset, box shape."""
     return offset, fragment.start, fragment.stop, *fragment.box.offset, *fragment.box.shape
 
 
 FEW = 32
-"""Offers of a tensor that are looked at one by one: arrays take longer to make."""
+"""Maximum entries of a tensor that are tested one by one: for so few, arrays take longer."""
 
 
 @dataclass
 class TensorIndex:
-    """Offers of one tensor, in the order in which they were added. All are added before any is looked for.
+    """Entries of one tensor, in the order in which they were added. All are added before the first lookup.
 
-    ``once``: of one fragment in several tables the first counts alone, for whoever looks.
+    ``once``: of equal fragments in several tables only the first is used.
     """
 
     tensor: TensorId
@@ -84,15 +81,15 @@ class TensorIndex:
     _tables: list[tuple[Integers, Integers]] = field(default_factory=list)
 
     def add(self, sources: Integers, rows: Integers) -> None:
-        """``rows`` of tables, shape (offers, columns), as ``row_of`` gives them, and the source of each."""
+        """Add ``rows`` of tables, shape (entries, columns), as ``row_of`` gives them, and the source of each."""
         self._tables.append((sources, rows))
 
     def add_one(self, offer: ShardEntry) -> None:
-        """One that is in no table."""
+        """Add an entry that is in no table."""
         self._alone.append(offer)
 
     def touching(self, need: Fragment) -> list[ShardEntry]:
-        """Those that may hold an element of ``need``; no other offer does."""
+        """The entries that may overlap ``need``; all others do not."""
         sources, rows = self._table
         if len(sources) <= FEW:
             return [self._offer(source, row) for source, row in self._listed if _meet(row, need)]
@@ -109,7 +106,7 @@ class TensorIndex:
         tables = list(self._tables)
         if self.once and tables:
             sources, rows = map(np.concatenate, zip(*tables, strict=True))
-            firsts = _first_of_each(rows[:, 1:])  # what a fragment is, wherever it lies
+            firsts = _first_of_each(rows[:, 1:])  # all but the byte offset: the fragment itself
             tables = [(sources[firsts], rows[firsts])]
         if self._alone:
             tables.append(_as_table(self._alone))
@@ -136,17 +133,17 @@ def _as_table(offers: Sequence[ShardEntry]) -> tuple[Integers, Integers]:
 
 
 def _first_of_each(rows: Integers) -> Integers:
-    """The indices, ascending, of the first of each of the different rows."""
+    """The ascending indices of the first occurrence of each distinct row."""
     if (rows == rows[0]).all():
         return np.zeros(1, np.int64)
-    order = np.lexsort(rows.T)  # which leaves equal ones in their order
+    order = np.lexsort(rows.T)  # stable
     is_new = np.ones(len(rows), bool)
     is_new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
     return np.sort(order[is_new])
 
 
 class Index:
-    """Offers by key and type; made once, used by any number of plans. ``once``: as of ``TensorIndex``."""
+    """Entries by key and dtype; built once, used by any number of plans. ``once``: see ``TensorIndex``."""
 
     def __init__(self, offers: Iterable[ShardEntry] = (), *, once: bool = False) -> None:
         self._once = once
@@ -155,19 +152,19 @@ class Index:
             self.add(offer)
 
     def add(self, offer: ShardEntry) -> None:
-        """Add one, before anything is looked for."""
+        """Add an entry, before the first lookup."""
         fragment = offer.fragment
         self._of(TensorId(fragment.key, fragment.dtype, fragment.global_shape)).add_one(offer)
 
     def add_tables(self, tables: Iterable[tuple[int, bytes]], key_of: Callable[[str], str | None]) -> None:
-        """Add the offers of all tables, each given with its source.
+        """Add the entries of all tables, each given with its source.
 
-        ``key_of`` says under which key those of a table's key stand, None: they are left out.
+        ``key_of`` maps a table's key to the key in this index; None: its entries are left out.
 
         Raises:
-            CorruptError: not a table, naming the source.
+            CorruptError: a table cannot be read; names its source.
         """
-        # Ranks of one stage have the same tensors: their packed bytes are equal, and are unpacked and parsed once.
+        # Ranks of one stage have the same tensors: equal compressed bytes are decompressed and parsed once.
         alike: dict[bytes, list[tuple[int, bytes]]] = {}
         for source, data in tables:
             end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -175,10 +172,10 @@ class Index:
         for tensors, slots in alike.items():
             try:
                 columns, count = _columns(tensors, key_of)
-                # Nothing here that this rank needs: the rows, most of a table, are not even unpacked.
+                # No key that this rank needs: the rows, most of a table, are not even decompressed.
                 if not columns:
                     continue
-                # Equal tensors, so that all rows have the same columns.
+                # Equal tensors: all rows have the same columns.
                 rows = np.stack([_numbers(data, count) for _, data in slots])
             except (ValueError, TypeError, zlib.error) as error:
                 raise CorruptError(f"the table of source {slots[0][0]} cannot be read: {error}") from None
@@ -187,11 +184,11 @@ class Index:
                 self._of(column.tensor).add(sources, rows[:, column.begin : column.end])
 
     def shapes(self, key: str, dtype: str) -> frozenset[Shape]:
-        """Global shapes in which ``key`` is there with that type; empty where it is not."""
+        """The global shapes of the tensors with that ``key`` and ``dtype``."""
         return frozenset(self._by_key.get((key, dtype), ()))
 
     def usable(self, need: Fragment, padded: bool) -> list[TensorIndex]:
-        """Offers of the need's own global shape and, where it is ``padded``, of those that differ in dimension 0."""
+        """The entries of the need's global shape and, if ``padded``, of shapes that differ in dimension 0."""
         shape = need.global_shape
         return [
             offers
@@ -207,7 +204,7 @@ class Index:
 
 
 def _meet(row: Sequence[int], other: Fragment) -> bool:
-    """Whether the boxes of an offer and a fragment share an element, and, where they are the same, the ranges."""
+    """Whether the boxes of an entry and a fragment overlap, and, if they are equal, the flat ranges."""
     box, dims = tuple(row[FIXED_COLUMNS:]), len(other.global_shape)
     if box == other.box.offset + other.box.shape:
         return row[1] < other.stop and other.start < row[2]
@@ -218,16 +215,16 @@ def _meet(row: Sequence[int], other: Fragment) -> bool:
 
 
 def bounds(rows: Integers) -> tuple[Integers, Integers]:
-    """First and one past the last index of each row's elements along each dimension; shape (rows, dims) each.
+    """The bounding box of each row's elements: first and one past the last index, shape (rows, dims) each.
 
-    The least box around them; one without elements where there are none.
+    A row without elements has an empty box.
     """
     dims = (rows.shape[1] - FIXED_COLUMNS) // 2
     offset, shape = rows[:, FIXED_COLUMNS : FIXED_COLUMNS + dims], rows[:, FIXED_COLUMNS + dims :]
     low, high = offset.copy(), offset + shape
     # Flat positions of the first and the last element; start and stop follow the byte offset in a row.
     first, last = rows[:, 1], rows[:, 2] - 1
-    alone = first <= last  # all elements share the index along each dimension so far
+    alone = first <= last  # rows whose elements share the index along each dimension so far
     high[~alone] = low[~alone]
     for axis in range(dims):
         # At least 1: an empty box would divide by zero.
@@ -241,7 +238,7 @@ def bounds(rows: Integers) -> tuple[Integers, Integers]:
 
 
 def encode_table(fragments: Sequence[Fragment], offsets: Sequence[int]) -> bytes:
-    """A table of ``fragments``, whose first bytes lie at ``offsets``."""
+    """A table of ``fragments``, whose first bytes are at ``offsets``."""
     names = json.dumps([[f.key, f.dtype, f.global_shape] for f in fragments], separators=(",", ":"))
     numbers = [number for pair in zip(fragments, offsets, strict=True) for number in row_of(*pair)]
     tensors = zlib.compress(names.encode(), _LEVEL)
@@ -250,7 +247,7 @@ def encode_table(fragments: Sequence[Fragment], offsets: Sequence[int]) -> bytes
 
 
 class _Column(NamedTuple):
-    """Where the numbers of a fragment lie in each row of the tables that have the same tensors."""
+    """The columns of one fragment, in each row of the tables that have the same tensors."""
 
     tensor: TensorId
     begin: int
@@ -258,11 +255,11 @@ class _Column(NamedTuple):
 
 
 def _columns(tensors: bytes, key_of: Callable[[str], str | None]) -> tuple[list[_Column], int]:
-    """Those of the tensors that ``key_of`` has a key for, under that, and how many numbers there are of all."""
+    """The columns of tensors for which ``key_of`` gives a key, under that key, and the number of all columns."""
     columns: list[_Column] = []
     position = 0
     for key, dtype, shape in json.loads(_unpacked(tensors)):
-        # A type of a later version: the size of its items is not known here.
+        # Its item size is not known.
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"unknown dtype {dtype!r}")
         end = position + FIXED_COLUMNS + 2 * len(shape)
@@ -275,33 +272,33 @@ def _columns(tensors: bytes, key_of: Callable[[str], str | None]) -> tuple[list[
 def _numbers(data: bytes, count: int) -> Integers:
     numbers = np.frombuffer(_unpacked(data), "<i8").astype(np.int64)
     if len(numbers) != count:
-        raise ValueError(f"{len(numbers)} numbers where {count} belong")
+        raise ValueError(f"{len(numbers)} numbers instead of {count}")
     return numbers
 
 
 def _unpacked(data: bytes) -> bytes:
     stream = zlib.decompressobj()
-    # Bounded: a damaged stream may claim to unpack to any length.
+    # Bounded: a damaged stream may decompress to any length.
     text = stream.decompress(data, MOST_BYTES)
     if not stream.eof:
-        raise ValueError("a stream is cut off or too long")
+        raise ValueError("a stream is truncated or too long")
     return text
 
 
 LOCAL = "local/"
-"""Keys that begin so belong to one rank and mean nothing to another."""
+"""Prefix of keys that belong to one rank and mean nothing to others."""
 
 Placed = tuple[tuple[Fragment, int], ...]
-"""Fragments, and where the first byte of each lies in its slot."""
+"""Fragments, and the offset of each one's first byte in its slot."""
 
 
 @dataclass(frozen=True)
 class SlotContents:
-    """A chosen slot: where it lies, the rank that reads it for other nodes, and what all ranks must know of it.
+    """A selected slot: its place, the rank that reads it for others, and the contents that all ranks must know.
 
-    ``objects`` are the first byte of its encoded objects and their number. ``capacity`` is what shares were weighted
-    with, or what was measured since, in bytes; None where neither is known. ``private`` are the fragments that the
-    shard holds for itself, under the keys of the model; ``table`` (see ``encode_table``) has all others.
+    ``objects``: the offset of its encoded objects, and their bytes. ``capacity``: the weight of the shard's share in
+    bytes, or the value measured since; None if neither is known. ``private``: the fragments private to the shard,
+    under the keys of the model; ``table`` (see ``encode_table``) has all others.
     """
 
     at: SlotAt
@@ -317,7 +314,7 @@ class SlotContents:
     def of(
         cls, at: SlotAt, reader: int, image: SlotImage, objects_used: int, capacity: int | None = None
     ) -> SlotContents:
-        """From the slot's image, and the number of bytes that its objects take."""
+        """The contents by the slot's image and the number of bytes of its objects."""
         manifest = image.manifest
         suffix = private_key("", manifest.shard)
         placed = list(zip(manifest.fragments, image.offsets, strict=True))
@@ -333,19 +330,19 @@ class SlotContents:
 
     @property
     def copies(self) -> Placed:
-        """Of ``private`` what means something to other shards."""
+        """The fragments of ``private`` that other shards may read."""
         return tuple((fragment, offset) for fragment, offset in self.private if not fragment.key.startswith(LOCAL))
 
     @property
     def keys(self) -> set[str]:
-        """Of all tensors that the slot has a part of, under the names of the model; parity is none."""
+        """The keys of all tensors that the slot has a part of, as in the model; parity excluded."""
         end = _LENGTH_BYTES + int.from_bytes(self.table[:_LENGTH_BYTES], "little")
         shared = {str(key) for key, *_ in json.loads(_unpacked(self.table[_LENGTH_BYTES:end]))}
         keys = shared | {fragment.key for fragment, _ in self.private}
         return {key for key in keys if not key.startswith(PARITY_PREFIX)}
 
     def hashes(self, read: Callable[[int, int], Buffer]) -> Hashes:
-        """xxh3-64 of the bytes of each of ``copies``; ``read`` gives those of the slot from a begin to an end."""
+        """The xxh3-64 of the bytes of each of ``copies``; ``read`` gives a range of the slot's bytes."""
         spans = [(offset, offset + fragment.nbytes) for fragment, offset in self.copies]
         return np.array([xxhash.xxh3_64_intdigest(read(begin, end)) for begin, end in spans], np.uint64)
 
@@ -353,7 +350,7 @@ class SlotContents:
 def encode_contents(slots: Sequence[SlotContents]) -> bytes:
     """A message of slots: the length of a JSON text (8 bytes, little endian), the text, all tables.
 
-    Tables are not part of the text: they are most of the message, and compressed.
+    Tables are not in the text: they are most of the message, and compressed.
     """
     heads = [
         [s.shard, s.objects, s.capacity, s.padded, [[f.to_json(), offset] for f, offset in s.private], len(s.table)]
@@ -364,7 +361,7 @@ def encode_contents(slots: Sequence[SlotContents]) -> bytes:
 
 
 def decode_contents(data: bytes, sources: Mapping[str, SlotAt], readers: Mapping[str, int]) -> list[SlotContents]:
-    """Inverse of ``encode_contents``; all ranks know already where the slots lie and who reads them."""
+    """Inverse of ``encode_contents``; all ranks already know the places and readers of the slots."""
     position = 8 + int.from_bytes(data[:8], "little")
     slots = []
     for shard, (begin, used), capacity, padded, private, length in json.loads(data[8:position]):
@@ -376,14 +373,13 @@ def decode_contents(data: bytes, sources: Mapping[str, SlotAt], readers: Mapping
 
 
 def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str | None) -> Index:
-    """What the snapshot offers of ``pieces``; an offer's source is the index of one of ``slots``.
+    """The index of the fragments that ``pieces`` need; an entry's source is the index of one of ``slots``.
 
-    What the shard ``own`` holds for itself stands there under its private keys. Without ``own``, what any shard holds
-    for itself stands there under the model's, and of what several hold that of the first, so that all ranks take the
-    same.
+    Private fragments of the shard ``own`` have its private keys. Without ``own``, those of all shards have the
+    model's keys, and of equal ones only the first is used, so that all ranks read the same.
 
     Raises:
-        CorruptError: a table that cannot be read.
+        CorruptError: a table cannot be read.
     """
     keys = {piece.fragment.key for piece in pieces}
     keys |= {other for key in keys if (other := _same_bits(key)) is not None}
@@ -394,7 +390,7 @@ def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str |
     for place, slot in enumerate(slots):
         if own not in (None, slot.shard):
             continue
-        # A rank that goes on takes all that was its own, ``local/`` too; a stranger only what any shard may take.
+        # A rank that continues the shard reads all its private fragments, ``local/`` too; others only ``copies``.
         for fragment, offset in slot.copies if own is None else slot.private:
             if fragment.key in keys:
                 key = fragment.key if own is None else private_key(fragment.key, own)
@@ -405,10 +401,10 @@ def index_for(pieces: Iterable[Piece], slots: Sequence[SlotContents], own: str |
 def whole_in(
     pieces: Iterable[Piece], own: SlotContents, image: SlotImage
 ) -> tuple[list[tuple[Piece, Fragment, int]], list[Piece]]:
-    """Of ``pieces`` those that the shard which this rank continues has just as they are, and the others.
+    """The ``pieces`` that the slot ``own`` has as complete fragments, and the others. ``image`` is that of ``own``.
 
-    The first as ``needs_of`` names them, with the offset of each one's first byte. No source is cheaper, so that they
-    need no plan; in the layout that wrote the slot they are all but what was dealt. ``image`` is that of ``own``.
+    The first come with their fragments, as in ``needs_of``, and offsets in the slot. No source is cheaper, so they
+    need no plan. On the same layout they are all pieces, except those assigned to other replicas.
     """
     private = dict(own.private)
     shared = {
@@ -419,7 +415,7 @@ def whole_in(
     others: list[Piece] = []
     for piece in pieces:
         fragment = piece.fragment
-        # By its name, which a start asks for anyway; type and shape of the tensor are not part of it.
+        # By name, which is cached; it does not include dtype and shape, so fragments are compared below.
         there, offset = shared.get(fragment.name, (None, 0))
         if (at := private.get(fragment)) is not None:
             whole.append((piece, fragment.with_key(private_key(fragment.key, own.shard)), at))
@@ -433,12 +429,12 @@ def whole_in(
 def needs_of(
     pieces: Iterable[Piece], index: Index, own: SlotContents | None, padded: frozenset[str]
 ) -> list[tuple[Piece, Fragment]]:
-    """What to read for each piece; ``own`` is the shard that this rank continues.
+    """The fragment to read for each piece; ``own`` is the slot of the shard that this rank continues.
 
-    What is derived is read only if the snapshot holds it, that is, if the rule did not hold then.
+    A derived piece is read only if the snapshot has it, that is, if it differed from its derivation.
 
     Raises:
-        MismatchError: the snapshot does not have a tensor of the model.
+        MismatchError: the snapshot lacks a tensor of the model.
     """
     private = {fragment for fragment, _ in own.private} if own is not None else set()
     needs: list[tuple[Piece, Fragment]] = []
@@ -454,29 +450,29 @@ def needs_of(
 
 
 def unwanted(keys: Iterable[str], pieces: Iterable[Piece]) -> set[str]:
-    """Those of a snapshot's ``keys`` that no piece is, or can be, read from."""
+    """The ``keys`` of a snapshot from which no piece can be read."""
     wanted = {piece.fragment.key for piece in pieces}
     return {key for key in keys if key not in wanted and _same_bits(key) not in wanted}
 
 
 def require_none(left: Iterable[str]) -> None:
-    """Raises MismatchError where something of a snapshot, ``left`` by its keys, is read by no rank."""
+    """Raises MismatchError if there are keys of a snapshot (``left``) that no rank reads."""
     keys = sorted(left)
     if not keys:
         return
     more = f" and {len(keys) - 1} more tensors" if len(keys) > 1 else ""
     raise MismatchError(
-        f"the snapshot is of another model or optimizer: nothing here takes its {keys[0]}{more} (roles "
+        f"the snapshot is of another model or optimizer: this job has no tensor for its {keys[0]}{more} (roles "
         f"{listed(sorted({key.partition('/')[0] for key in keys}))}); start with the model and the optimizer it was "
-        "taken from, or give this job another name and another --ftckpt-persist ('ftckpt clean JOB' removes what "
-        "memory has)"
+        "taken from, or give this job another name and another --ftckpt-persist ('ftckpt clean JOB' removes "
+        "snapshots from memory)"
     )
 
 
 def check_copies(slots: Sequence[SlotContents], hashes: Mapping[str, Hashes], needs: Iterable[Fragment]) -> None:
-    """Make sure that what several shards hold for themselves, and any of them may be read for, has the same bits.
+    """Check that private copies of a tensor, any of which may be read, have the same bits in all shards.
 
-    ``hashes`` has ``SlotContents.hashes`` of each shard. Only keys of ``needs`` are looked at.
+    ``hashes`` has ``SlotContents.hashes`` of each shard. Only keys of ``needs`` are checked.
 
     Raises:
         MismatchError: two shards differ; the text names the tensor and both.
@@ -491,20 +487,21 @@ def check_copies(slots: Sequence[SlotContents], hashes: Mapping[str, Hashes], ne
     if differing is not None:
         fragment, one, other = differing
         raise MismatchError(
-            f"{fragment.name} does not have the same bits in {one} and {other}, so no other "
-            "layout can take it: start with the layout it was taken in, or load a checkpoint from storage"
+            f"{fragment.name} does not have the same bits in {one} and {other}, so it cannot be restored on another "
+            "layout: start with the layout it was taken in, or load a checkpoint from storage"
         )
 
 
 def _same_bits(key: str) -> str | None:
-    """Where a weight and its master are of one type they are the same: some layouts keep both, some one of them."""
+    """The key of the master of a weight, or the reverse; None for others. With one dtype both have the same bits, and
+    some layouts save only one of them."""
     role, _, name = key.partition("/")
     other = {"weight": "master", "master": "weight"}.get(role)
     return f"{other}/{name}" if other is not None else None
 
 
 def _found(piece: Piece, index: Index, padded: frozenset[str]) -> Fragment | None:
-    """Under which key ``piece`` can be read; None: it is derived."""
+    """The fragment from which ``piece`` can be read; None if it is derived."""
     fragment, other = piece.fragment, _same_bits(piece.fragment.key)
     if _has(index, fragment, padded):
         return fragment
@@ -513,11 +510,11 @@ def _found(piece: Piece, index: Index, padded: frozenset[str]) -> Fragment | Non
     if other is not None and _has(index, fragment.with_key(other), padded):
         return fragment.with_key(other)
     shapes = index.shapes(fragment.key, fragment.dtype)
-    there = f" ({', '.join(str(list(shape)) for shape in sorted(shapes))} is there)" if shapes else ""
+    there = f" (it has {', '.join(str(list(shape)) for shape in sorted(shapes))})" if shapes else ""
     raise MismatchError(
         f"the snapshot is of another model: it has no {fragment.key} of type {fragment.dtype} and shape "
         f"{list(fragment.global_shape)}{there}; start the model it was taken from, or give this one another job name "
-        "and another --ftckpt-persist ('ftckpt clean JOB' removes what memory has)"
+        "and another --ftckpt-persist ('ftckpt clean JOB' removes snapshots from memory)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Bytes are hashed and copied on several cores at a time: one gets a fraction of what the memory of a node gives."""
+"""Threads that hash and copy bytes: one core uses only a fraction of a node's memory bandwidth."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TypeVar
 from ftckpt.model.topology import Topology
 
 _MOST, _MOST_OF_NODE = 8, 32
-"""Threads of a rank, and of all ranks of a node: so many are about what fills its memory."""
+"""Maximum threads of a rank, and of all ranks of a node: about as many saturate the memory bandwidth."""
 
 _LEAST = 4
-"""Of a rank that has the cores, however many there are beside it: some of them have less to do."""
+"""Threads of a rank that has the cores, however many ranks its node has: some of them have less to do."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def threads_of(topology: Topology) -> int:
-    """How many this rank may use: its part of the cores, or those to which it is bound."""
+    """The number of threads that this rank may use: its share of the cores, or the cores to which it is bound."""
     cores, local = len(os.sched_getaffinity(0)), len(topology.ranks_on(topology.me.node))
     is_bound = cores < (os.cpu_count() or cores)
     most = min(_MOST, max(_LEAST, _MOST_OF_NODE // local))
@@ -30,7 +30,7 @@ def threads_of(topology: Topology) -> int:
 
 
 def in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Generator[R]:
-    """As ``map``, a few items ahead on so many threads; nothing is begun any more when the caller stops."""
+    """``map`` on ``threads``, a few items ahead; no item is started after the caller stops."""
     if threads == 1:
         yield from map(function, items)
         return

@@ -44,7 +44,7 @@ def failed(text: str | None, code: int = 1) -> list[RankResult]:
     return [RankResult(0, code, None, text), RankResult(1, 0, Ended(3, ()))]
 
 
-REFUSED = "Traceback\nftckpt.errors.LostError: iteration 9 was whole and cannot be restored: no arena of dp0"
+REFUSED = "Traceback\nftckpt.errors.LostError: iteration 9 was committed and cannot be restored: no arena of dp0"
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ def test_no_job_goes_back_because_storage_cannot_be_seen_for_a_moment(
     on_lost: str, loaded: int, going_on: dict[str, Any]
 ) -> None:
     newest, going_on["on_lost"] = max(one.snapshot.iteration for one in stored(going_on)), on_lost
-    with a_rank_raises(StorageError, "cannot be seen", "Input/output error", "start again when it is back"):
+    with a_rank_raises(StorageError, "is unavailable", "Input/output error", "start again when it is back"):
         run_ranks(restored_while_nothing_is_seen, 4, going_on, loaded)
     comes_back(going_on, newest)
     if on_lost == "fresh":  # which has brought it to memory
@@ -373,7 +373,7 @@ def test_what_memory_has_of_later_is_given_up_only_for_what_storage_gives(
     if fails == "storage":
         for iteration in there:
             damaged(going_on, iteration, "dp1")
-        with pytest.raises(RankFailure, match="was whole and cannot be restored"):
+        with pytest.raises(RankFailure, match="was committed and cannot be restored"):
             run_ranks(restored, 4, going_on)
     elif fails == "room":
         with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room"):

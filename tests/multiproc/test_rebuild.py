@@ -257,7 +257,7 @@ def test_more_nodes_than_parity_can_give_back(arena_root: Path, tmp_path: Path) 
     made(job)
     for node in ("n0", "n1", "n3"):
         shutil.rmtree(job.node_dir(node))
-    lost = r"(?s)LostError.*dp3: its node's arenas are gone and no package of it is left"
+    lost = r"(?s)LostError.*dp3: its node's arenas are lost and no package of it is left"
     with pytest.raises(RankFailure, match=lost):
         restarted(job, tmp_path)
 

@@ -146,6 +146,6 @@ def test_more_nodes_than_parity_covers_are_named_with_the_layout(arena_root: Pat
     build(job, (4, 5), (4, 5))
     for node in ("n1", "n2"):
         shutil.rmtree(job.node_dir(node))
-    lost = r"(?s)LostError.*iteration 5 was whole and cannot be restored: no arena of dp1, dp2 of layout .*dp4"
+    lost = r"(?s)LostError.*iteration 5 was committed and cannot be restored: no arena of dp1, dp2 of layout .*dp4"
     with pytest.raises(RankFailure, match=lost):
         started(job, ("n0", "n3"), tmp_path)

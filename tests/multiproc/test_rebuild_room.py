@@ -149,7 +149,7 @@ def test_what_does_not_suffice_is_not_given_up(
     numbers = re.search(
         r"need [0-9.]+ KiB \((\d+) bytes\) but only 8\.0 KiB are free in file system", str(failure.value)
     )
-    assert numbers is not None and "MemoryBudgetError: rank 0: no room to rebuild" in str(failure.value)
+    assert numbers is not None and "MemoryBudgetError: rank 0: no room to reconstruct" in str(failure.value)
     slot_bytes = min(SlotImage.of(lost.job.manifest(rank)).file_bytes for rank in (2, 3))
     assert 0 < int(numbers[1]) - slot_bytes <= 3 * 4096, "a slot and a control block of one of the two lost shards"
     assert lost.files() == before

@@ -249,7 +249,7 @@ def test_other_machines_tell_by_their_smps(job: Job, apart: dict[str, SmpClient]
         for parity in list_parity(node_dir):
             parity.path.unlink()
     text = list(in_lines(status(job.root)))[-1]
-    assert "finds none: iteration 6 was whole and cannot be restored: no arena of dp4, dp5" in text
+    assert "finds none: iteration 6 was committed and cannot be restored: no arena of dp4, dp5" in text
 
 
 def test_who_does_not_know_the_secret_is_told_nothing(job: Job, apart: dict[str, SmpClient]) -> None:

@@ -331,12 +331,12 @@ def test_objects_that_are_corrupt_need_a_package() -> None:
 
 LOST = {
     "two of a node": (["tp0", "tp2"], shielded(without_parity_of=["tp0", "tp2"]),
-                      r"tp0: its arena does not hold it and group node-[0-9a-f]{4} has lost 2 of 3 members"),
+                      r"tp0: its arena does not have it and group node-[0-9a-f]{4} has lost 2 of 3 members"),
     "a node": (["tp0", "tp1", "tp2"], shielded(without_parity_of=["tp0", "tp1", "tp2"]),
-               r"tp0: its node's arenas are gone and group node-[0-9a-f]{4} has lost 3 of 3 members"),
-    "no package": (["tp4"], shielded(packages_of=["tp0"]), "tp4: its arena does not hold it and no package"),
+               r"tp0: its node's arenas are lost and group node-[0-9a-f]{4} has lost 3 of 3 members"),
+    "no package": (["tp4"], shielded(packages_of=["tp0"]), "tp4: its arena does not have it and no package"),
     "parity of others": (["tp4"], shielded(without_parity_of=["tp3"]), r"has lost 2 of 3 members"),
-    "no parity": (["tp4"], shielded(modes=Modes()), r"tp4: its arena does not hold it and no parity covers it"),
+    "no parity": (["tp4"], shielded(modes=Modes()), r"tp4: its arena does not have it and no parity covers it"),
 }  # fmt: skip
 
 

@@ -338,7 +338,7 @@ def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
             execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
         return str(error.value)
 
-    text = f"rank {reader}: 16 bytes from {SLOT_BYTES - 8} on: {SLOT_BYTES} are there"
+    text = f"rank {reader}: 16 bytes at offset {SLOT_BYTES - 8} of a source with {SLOT_BYTES}"
     assert run_ranks(2, rank_main) == [text] * 2
 
 
