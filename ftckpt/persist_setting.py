@@ -50,9 +50,7 @@ def check_persist(persist: str, persist_format: str) -> None:
     if persist_format == PERSIST_FORMATS[0]:
         return
     if not persist:
-        raise ConfigError(
-            f"--ftckpt-persist-format: {persist_format} needs a directory: set --ftckpt-persist"
-        )
+        raise ConfigError(f"--ftckpt-persist-format: {persist_format} needs a directory: set --ftckpt-persist")
     if "://" in persist:
         raise ConfigError(
             f"--ftckpt-persist-format: {persist_format} is written into directories only, but --ftckpt-persist is "

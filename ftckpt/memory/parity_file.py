@@ -253,9 +253,7 @@ def _read_header(path: Path, data: memoryview) -> tuple[ParityGroup, int]:
         or blocks != num_blocks(group, holder)
         or len(data) != parity_bytes(group, holder)
     ):
-        raise CorruptError(
-            f"{path}: {blocks} blocks in {len(data)} bytes do not match member {holder} of its group"
-        )
+        raise CorruptError(f"{path}: {blocks} blocks in {len(data)} bytes do not match member {holder} of its group")
     return group, holder
 
 

@@ -185,9 +185,7 @@ def _parity(groups: Iterable[ParityGroup], parity_bytes: FileBytes) -> dict[str,
     for group in groups:
         if group.in_slots:
             continue
-        names = sum(
-            len(m.shard) + len(m.node) + len(m.arena) for m in group.members
-        )  # part of the files' headers
+        names = sum(len(m.shard) + len(m.node) + len(m.arena) for m in group.members)  # part of the files' headers
         # The sizes depend only on this key, and thousands of groups of a large job have few different ones.
         key = (_shape(group), names)
         if key not in known:

@@ -116,9 +116,7 @@ def _evaluated(node: ast.expr, values: Mapping[str, Value], variables: Mapping[s
         if isinstance(value, int):
             return value
         known = ", ".join(sorted(name for name, captured in values.items() if isinstance(captured, int)))
-        raise SpecError(
-            f"{node.id} is not a number; captured numbers: {known or 'none'} (variables start with $)"
-        )
+        raise SpecError(f"{node.id} is not a number; captured numbers: {known or 'none'} (variables start with $)")
     raise SpecError("only integers, names, $variables, + - * // % and brackets are allowed")
 
 

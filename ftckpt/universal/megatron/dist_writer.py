@@ -62,9 +62,7 @@ class MegatronDistWriter:
         refuse_remainders(every)
         lacking = lacking_weight(every)
         if lacking:
-            raise ConvertError(
-                f"the source has no weights of {lacking}, and no type to cast masters to"
-            )
+            raise ConvertError(f"the source has no weights of {lacking}, and no type to cast masters to")
         steps = [tensor for tensor in every if tensor.role == STEP]
         self._stored = [tensor for tensor in every if tensor.role != STEP]
         keys = {tensor.key for tensor in self._stored}
