@@ -9,6 +9,7 @@ its vote. Time is an argument, in seconds of any monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ftckpt.config import Config
@@ -182,7 +183,7 @@ class SessionState:
     def _make_vote(self, newest: int, will: Readiness, *more: Any) -> Vote:
         step = self._next_step
         assert step is not None, "call this only if a vote is owed"
-        return Vote(step.number, newest, will, *more, due=step.due, step=self._votes.step)
+        return replace(Vote(step.number, newest, will, *more), due=step.due, step=self._votes.step)
 
     def posted(self, vote: Vote) -> None:
         """The vote is in flight."""

@@ -104,9 +104,8 @@ class VoteResult(Vote):
         for name, reducer in _REDUCERS.items():
             found = {sign * next(words) for sign in _SIGNS[reducer]}
             values[name] = found.pop() if len(found) == 1 else -1
-        states = {"will": Readiness(values["will"])}
-        states |= {name: TaskState(values[name]) for name in ("cover", "flushed")}
-        return cls(**{**values, **states})
+        will, cover, flushed = Readiness(values["will"]), TaskState(values["cover"]), TaskState(values["flushed"])
+        return replace(cls(**values), will=will, cover=cover, flushed=flushed)  # type: ignore[arg-type]
 
 
 class AgreementError(RuntimeError):
