@@ -392,7 +392,7 @@ class Events:
         self.parts.append((name, time.perf_counter()))
 
     def last(self, most: int) -> list[dict[str, Any]]:
-        """The newest events as JSON values, oldest first; only the last of each kind, so that rare ones are included."""
+        """The newest events as JSON values, oldest first; only the last of each kind, to include rare ones."""
         newest = sorted(self._last.copy().items(), key=lambda one: one[1][0])[-most:]
         told = [{"time": round(at, 3), "event": event, **fields} for event, (at, fields) in newest]
         found: list[dict[str, Any]] = json.loads(json.dumps(told, default=str))

@@ -40,7 +40,7 @@ _FIRST_LOOK_SECS, _LONGEST_LOOK_SECS = 0.5, 10.0
 """First and maximum interval between polls of the store for another rank's notice; it doubles in between."""
 
 _CALM_RANKS = 200
-"""Number of ranks up to which these intervals apply; larger jobs poll less often, for a constant load on the store."""
+"""Number of ranks up to which these intervals apply; larger jobs poll less often: the store's load is constant."""
 
 _FRAME_HEAD_BYTES = 8
 _LEAST_FRAME_BYTES, _MOST_FRAME_BYTES, _FRAMES_BYTES = 1 << 10, 16 << 10, 64 << 10

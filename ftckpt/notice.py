@@ -70,7 +70,7 @@ class Notice:
             StoreCall(lambda: self._store.set(self._name, text)).ended()
 
     def read(self) -> str:
-        """The posted text, or an error text if the store is unreachable; empty if there is none, or no response yet."""
+        """The posted text, or an error text if the store is unreachable; empty: none, or no response yet."""
         # One lookup at a time: an unresponsive store must not accumulate threads.
         self._lookup = self._lookup or StoreCall(self._look_up)
         if not self._lookup.ended():

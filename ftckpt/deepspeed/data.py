@@ -53,7 +53,7 @@ class EpochBegins:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """A context that records epoch starts of all DeepSpeed loaders: a PipelineEngine starts one when it is built."""
+        """Records epoch starts of all DeepSpeed loaders: a PipelineEngine starts one when it is built."""
         original = DeepSpeedDataLoader.__iter__
 
         def begin(loader: Any) -> Any:

@@ -122,7 +122,7 @@ class ScriptPosition:
         )
 
     def _follow(self) -> None:
-        """Narrows the followers to fields of the arguments that equal a counter, as at every earlier iteration start."""
+        """Narrows the followers to fields of the arguments that equal a counter, as at every iteration start."""
         for counter in _COUNTERS:
             value = vars(self._engine)[counter]
             names = self._followers.get(counter, ()) if self._num_begun else self._fields

@@ -160,7 +160,7 @@ class EngineSession:
         return original(*args, **kwargs)
 
     def _load_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Before training the newer of storage and memory is used, unless the user rolls back; later the load counts."""
+        """Before training the newer of storage and memory is used, unless users roll back; later the load counts."""
         self.take_boundary()
         self._hooks.checkpointer.fence()  # loading writes to tensors that may be being copied
         self._hooks.checkpointer.pause()

@@ -146,7 +146,7 @@ class MegatronState:
         }
 
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
-        """Pieces of buffers; those in Megatron's checkpoints belong to the model, others (token counts) to the rank."""
+        """Pieces of buffers; those in Megatron's checkpoints are the model's, others (token counts) the rank's."""
         for index, chunk in enumerate(self._chunks):
             for name, buffer in unwrapped(chunk.named_buffers()):
                 if buffer in geometry.buffers:
