@@ -71,8 +71,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     a piece is not derived, or replicas differ.
 
     Args:
-        capacities: bytes that each rank can copy in its windows per snapshot; equal on all ranks. Shares are
-            proportional to it if that noticeably reduces the spill. None: equal shares.
+        capacities: bytes that each rank can copy in its windows; equal on all ranks. None: equal shares.
         redundancy: equal on all ranks; protected runs have equal shares.
         sharing: the result of ``gather_sharing``; on all ranks or on none.
         cast: fragments of this rank that were just cast from their masters and need no check.

@@ -240,7 +240,7 @@ def test_what_is_left_when_an_allocation_ends_is_saved_as_others_load_it(
 
 def test_a_place_that_holds_snapshots_themselves_is_refused(exporting: dict[str, Any]) -> None:
     run_ranks(train_to_the_end, 4, {**exporting, "persist_format": "snapshot"}, 3)
-    with pytest.raises(RankFailure, match=r"persist.format: snapshots lie there.*name another place"):
+    with pytest.raises(RankFailure, match=r"persist.format: .*snapshots"):
         run_ranks(restored, 4, exporting)
     assert not read_events(Path(exporting["events"]), "exported", of="smp-*")
     assert jobs.events(exporting, "persisted")

@@ -176,7 +176,7 @@ def test_a_node_without_room_keeps_others_from_giving_up(
             leave_free(node, 8192)
             leave_free(other, 8192)
             before = lost.files()
-            with a_rank_raises(MemoryBudgetError, "rank 1", "rebuild"):
+            with a_rank_raises(MemoryBudgetError, "rank 1", "reconstruct"):
                 started(lost.job, LEFT, tmp_path)
             assert lost.files() == before
         finally:

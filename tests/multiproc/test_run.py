@@ -350,7 +350,7 @@ import quiet_one, uses_it, colorsys
     )
     with Running(tmp_path / "job", script, *TWO, "train.py") as job:
         job.until(READY)
-        (found,) = re.findall(r"(\d+) modules are not preloaded \((.*)\): (.*) says", job.output())
+        (found,) = re.findall(r"(\d+) modules are not preloaded \((.*)\): see (.*)", job.output())
         assert found[:2] == ("2", "threads_one, ...")
         why = dict(line.split(": ", 1) for line in Path(found[2]).read_text().splitlines())
         assert why.keys() == {"threads_one", "uses_it"} and "thread" in why["threads_one"]

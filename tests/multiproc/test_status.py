@@ -146,7 +146,7 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr()
     assert not told.out and "none is not a directory" in told.err
     assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
-    assert "--watch 0: name seconds" in capsys.readouterr().err
+    assert "--watch 0: " in capsys.readouterr().err
 
 
 def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:

@@ -166,8 +166,8 @@ def test_chunks_are_counted_section_by_section() -> None:
 
 LONG = Fragment(f"__parity__/{GROUP}", "U8", (9000,), Box((0,), (9000,)), 0, 8000)
 WRONG: dict[str, tuple[Any, str]] = {
-    "too few fragments": (SECTIONS[1:], "hold 4 fragments, there are 6"),
-    "too many fragments": ((Section("private", 3), *SECTIONS[1:]), "hold 7 fragments"),
+    "too few fragments": (SECTIONS[1:], "4 fragments, the manifest has 6"),
+    "too many fragments": ((Section("private", 3), *SECTIONS[1:]), "7 fragments, the manifest has 6"),
     "no fragments": ((Section("private", 0), *SECTIONS[1:]), "of 0 fragments"),
     "a negative number": ((Section("private", -1), Section("shared", 7, GROUP)), "of -1 fragments"),
     "an unknown kind": ((Section("other", 6),), "of kind 'other'"),

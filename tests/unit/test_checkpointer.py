@@ -279,7 +279,9 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
 
     links.agreement = SimpleNamespace(post=unreachable, read=lambda _: entered.append("read"))
     pacer = SimpleNamespace(
-        wish=IntervalRequest(), enter=lambda kind: None, boundary=lambda flushing: entered.append("pacer")
+        enter=lambda kind: None,
+        boundary=lambda *_: entered.append("pacer"),
+        intervals=SimpleNamespace(request=IntervalRequest()),
     )
     events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
     config = Config()
@@ -307,7 +309,7 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     rounds: list[Any] = []
     guard, state = ProtectionStatus(), SessionState(Config())
     links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda vote, *_: rounds.append(vote)))
-    pacer = SimpleNamespace(wish=IntervalRequest(), enter=lambda kind: None)
+    pacer = SimpleNamespace(intervals=SimpleNamespace(request=IntervalRequest()), enter=lambda kind: None)
     protection = SimpleNamespace(observe=lambda target: guard)
     capture = SimpleNamespace(
         sealed=False, flying=True, newest=None, in_graph=False, is_ready=lambda keep: True, fence=lambda secs: None

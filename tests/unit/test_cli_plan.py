@@ -292,7 +292,7 @@ def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFix
 
 
 _SETTINGS = re.compile(r"((?:--[a-z-]+ \S+ )+)needs ")
-_MEMORY = re.compile(r"more ranks, or ([0-9.]+) (\S+) of a node(?: with (--.+))?, the least that any setting needs")
+_MEMORY = re.compile(r"more ranks, or nodes with ([0-9.]+) (\S+)(?: with (--.+))?, the smallest need of any setting")
 
 
 def remedied(remedy: str) -> str:

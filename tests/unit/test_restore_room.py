@@ -297,7 +297,7 @@ def test_what_is_given_up_for_a_rebuild(  # noqa: PLR0917
     monkeypatch.setattr(ledger, "check_budget", check)
     before = held(job, "a", "b")
     if left is None:
-        with raises(MemoryBudgetError, "rebuild"):
+        with raises(MemoryBudgetError, "reconstruct"):
             make_room_everywhere(job, slot_bytes)
         assert held(job, "a", "b") == before, "nothing is given up where that does not suffice on every node"
     else:

@@ -72,5 +72,5 @@ def test_protection_is_packed_and_what_is_none_is_refused() -> None:
     told = NodeProtection(problems=(Problem("file", "text"),))
     assert unpacked(packed(told)) == told
     for text in ("", "%", base64.b64encode(b"x").decode(), base64.b64encode(zlib.compress(b"{}[")).decode()):
-        with pytest.raises(SmpError, match="unusable"):
+        with pytest.raises(SmpError, match="protection"):
             unpacked(text)
