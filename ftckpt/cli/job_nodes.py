@@ -167,7 +167,8 @@ def closed_jobs_in(root: Path) -> list[str]:
 def _job_directories(root: Path) -> list[Path]:
     # Any user may create files in a shared tmpfs: other names are not jobs, and are never printed.
     paths = [path for path in root.glob(f"{_PREFIX}*") if is_name(path.name.removeprefix(_PREFIX))]
-    return sorted(path for path in paths if path.is_dir() and not path.name.startswith(RUNS_PREFIX))
+    # A directory of launch records ends in the number of a user.
+    return sorted(path for path in paths if path.is_dir() and not path.name.removeprefix(RUNS_PREFIX).isdigit())
 
 
 def _is_open(path: Path) -> bool:

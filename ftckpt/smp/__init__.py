@@ -19,3 +19,6 @@ BUSY_STATUS = 3
 
 IDLE_SECS = 3600.0
 """An SMP ends after this time without a trainer: longer than a scheduler takes to restart the job on its node."""
+
+MAX_SILENT_SECS = 60.0
+"""Heartbeat age from which an SMP counts as hung. It has low priority, and beats between pieces of work."""

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING
 
 from ftckpt.config import Config, node_here
 from ftckpt.errors import FtckptError, SettingSyntax, SmpError, settings_are_written
-from ftckpt.smp import BUSY_STATUS, IDLE_SECS
+from ftckpt.smp import BUSY_STATUS, IDLE_SECS, MAX_SILENT_SECS
 
 if TYPE_CHECKING:
     from ftckpt.smp.daemon import Daemon
 
 _STAND_BY_SECS = 0.5
-_MOST_SILENT_SECS = 60.0
-"""Heartbeat age from which an SMP counts as hung, for trainers too. It beats between pieces of work."""
 _READY = b"ready\n"
 _BUSY = b"busy "
 
@@ -98,7 +96,7 @@ def alive(arguments: argparse.Namespace) -> int:
     node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
         problem = "has no SMP"
-    elif (secs := Heartbeat.open(node_dir, None).smp()[1]) > _MOST_SILENT_SECS:
+    elif (secs := Heartbeat.open(node_dir, None).smp()[1]) > MAX_SILENT_SECS:
         problem = f"has an SMP without a heartbeat for {secs:.0f} s"
     else:
         return 0

@@ -22,7 +22,7 @@ from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.page import pid_of
 from ftckpt.memory.process import Process
-from ftckpt.smp import BUSY_STATUS, IDLE_SECS
+from ftckpt.smp import BUSY_STATUS, IDLE_SECS, MAX_SILENT_SECS
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.requests import (
     VERSION,
@@ -129,8 +129,6 @@ def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None
     raise SmpError("it does not end")
 
 
-_MOST_SILENT_SECS = 60.0
-"""Heartbeat age from which an SMP counts as hung. It has low priority, and beats between pieces of work."""
 _START_SECS = 20.0
 """Twice ``_ANSWER_SECS``: half until a silent SMP is replaced, half for its successor."""
 _MOST_WARNINGS = 16
@@ -200,7 +198,7 @@ class Watch:
         client: SmpClient,
         report: Callable[..., None],
         every_secs: float = 0.5,
-        silent_secs: float = _MOST_SILENT_SECS,
+        silent_secs: float = MAX_SILENT_SECS,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._client, self._report, self._every_secs, self._tell = client, report, every_secs, tell

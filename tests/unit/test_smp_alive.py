@@ -35,7 +35,7 @@ def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
     assert smp_main.alive(asked) == 0
     os.kill(pid, signal.SIGSTOP)
     assert smp_main.alive(asked) == 0, "one that is slow is healthy"
-    monkeypatch.setattr(smp_main, "_MOST_SILENT_SECS", 0.2)
+    monkeypatch.setattr(smp_main, "MAX_SILENT_SECS", 0.2)
     until(lambda: smp_main.alive(asked) == 1)
     assert capsys.readouterr().err
     os.kill(pid, signal.SIGKILL)
