@@ -44,8 +44,8 @@ snapshot every ten seconds."""
 
 _ITERATION = "of the snapshot"
 _COSTS = {
-    "moved_bytes": "bytes copied, by the kind of span that they ran beside",
-    "window_capacity_bytes": "what the windows were expected to take; null before they were measured",
+    "moved_bytes": "bytes copied, by kind of the concurrent span",
+    "window_capacity_bytes": "expected capacity of the windows; null before they were measured",
     "stall_secs": "time the optimizer waited for unfinished copies",
     "fence_secs": "time in the fence",
     "secs": "length of the iteration",
@@ -54,202 +54,211 @@ _COSTS = {
 EVENTS: dict[str, EventKind] = {
     # A rank's session.
     "joined": _quiet(
-        "restore() begins", job="name", node="name",
-        launch="name of the launcher run, from the rank that speaks for it on its node",
+        "restore() started", job="name", node="name",
+        launch="name of the launcher run; from one rank per node",
     ),
     "conditions": _quiet(
-        "what a node trains with", node="name", cpu="its name", cores="that this rank may use",
-        memory_bytes="of the node", device="its name; cpu", versions="of what this rank has loaded",
+        "hardware and versions of a node", node="name", cpu="its name", cores="usable by this rank",
+        memory_bytes="of the node", device="its name; cpu", versions="of modules that this rank has loaded",
     ),
     "environment": _quiet(
-        "something about this machine that can cost snapshots", name="of the finding", text="what it means",
+        "a property of this machine that can lose snapshots", name="of the finding", text="what it means",
         remedy="what to do",
     ),
     "plan": _quiet(
-        "what this rank copies", copied_bytes="per snapshot", derived_bytes="left out, made from masters at restore",
+        "the copy plan of this rank", copied_bytes="per snapshot",
+        derived_bytes="not copied, cast from masters at restore",
         spill_bytes="expected not to fit in windows, with ``equal`` and with ``chosen`` shares; empty until measured",
     ),
     "protection": _quiet(
-        "what protects the job's snapshots", modes="in force", failures="kinds of loss: cases, survived, an example",
+        "the protection of the job's snapshots", modes="active",
+        failures="kinds of loss: cases, survived, an example",
         memory_per_node="bytes of the fullest node", network_bytes="per protected snapshot: of a node, of the job",
     ),
     "protection_lessened": _loud(
-        "a mode protects nothing on the nodes that are left, or --ftckpt-memory-limit leaves it no room", reason="why"
+        "a mode protects nothing on the remaining nodes, or exceeds --ftckpt-memory-limit", reason="why"
     ),
     "protection_waits": _loud(
-        "the node has no room for parity and packages now: protection waits until it has",
-        need_bytes="of parity, packages and slots", reason="what was too small",
+        "the node has no room for parity and packages: protection waits for it",
+        need_bytes="of parity, packages and slots", reason="the limit that is too small",
     ),
     "restored": _quiet(
-        "restore() ends", iteration="restored; null: a start from the beginning", lineage="of what follows, hex",
-        source="where it came from", blocked_secs="time in restore()",
-        part_secs="of that, by part; read: with checksums, beside copies to the device; copy: the rest of those",
-        ends="what nodes saw of how the attempt before ended, the cause first",
+        "restore() finished", iteration="restored; null: a start from scratch",
+        lineage="of the following snapshots, hex",
+        source="of the state", blocked_secs="time in restore()",
+        part_secs="of that, by part; read: with checksums and concurrent copies; copy: the remaining copies",
+        ends="how the previous attempt ended, as its nodes recorded it, the cause first",
     ),
     "ranks_ended": _quiet(
-        "ranks of the node are gone, had not left, and have not said why",
-        text="which, by what signal or with what exit code where that was seen, and where they were",
+        "ranks of the node exited without closing or recording a reason",
+        text="which, their signals or exit codes if known, and their phases",
     ),
     "closed": _quiet(
         "this rank's session has ended", iteration="of the last boundary; -1: there was none",
-        error="why the other ranks did not come to its end, so that arenas may stay; null: they did",
+        error="why ranks did not close together, so that arenas may remain; null: they did",
     ),
     # A snapshot.
     "snapshot": _quiet(
-        "a snapshot began", iteration=_ITERATION, slot="index", blocked_secs="time the training thread took for it"
+        "a snapshot started", iteration=_ITERATION, slot="index", blocked_secs="time the training thread took for it"
     ),
-    "fence": _quiet("training came to the fence", blocked_secs="time it waited there"),
+    "fence": _quiet("training passed the fence", blocked_secs="time it waited there"),
     "copied": _quiet(
-        "a snapshot's copies have ended", iteration=_ITERATION,
+        "a snapshot's copies are complete", iteration=_ITERATION,
         share_in_windows="share of the bytes copied inside windows, 0 to 1", **_COSTS,
     ),
     "timeline": _quiet(
-        "what one iteration did when", iteration=_ITERATION, coords="the rank's place, by axis",
+        "the timeline of one iteration", iteration=_ITERATION, coords="the rank's place, by axis",
         schedule="setting", begin="seconds since the epoch", spans="kind, begin and end in seconds since ``begin``",
         copies="begin, end (seconds), bytes", **_COSTS,
     ),
     "skipped": _quiet(
-        "a snapshot was not taken, on all ranks", iteration="whose boundary it was", reason="why"
+        "a snapshot was not taken, on all ranks", iteration="of the step boundary", reason="why"
     ),
     "snapshot_error": _loud(
         "a snapshot failed on this rank", error="what was raised", in_a_row="failures without a success between"
     ),
     "turned_off": _loud("no more snapshots in this attempt", reason="why"),
     "interval_changed": _quiet(
-        "snapshots are taken, or go to storage, at another interval from now on", of="memory or storage",
+        "the interval of snapshots or flushes changes", of="memory or storage",
         interval="iterations between two", overhead_budget="setting",
-        cost="of a snapshot, over the length of an iteration; with a number for ``interval`` in the fence alone, on "
-        "the rank on which it is dearest; null while it is measured",
-        flush_secs="that a flush takes, as this rank saw it", cost_secs="of training, that one takes, likewise",
+        cost="of a snapshot, relative to an iteration; in the fence alone if ``interval`` is a number; of the"
+        " rank with the highest; null while it is measured",
+        flush_secs="of a flush, as measured on this rank", cost_secs="of training lost by one, likewise",
         mtbf_secs="between failures that lose memory",
     ),
     # Windows.
     "planned": _quiet(
-        "copies are planned anew", window_capacity_bytes="that windows take", bytes_per_sec="rate of copies",
-        moved_share="of an iteration, by which windows had moved", measured="false: from the model of the schedule",
+        "copies are planned again", window_capacity_bytes="capacity of the windows", bytes_per_sec="rate of copies",
+        moved_share="share of an iteration by which windows had moved",
+        measured="false: from the model of the schedule",
         places="how many", iteration_secs="expected length of an iteration",
     ),
     "replanned": _quiet(
-        "the fence cost too much: windows are measured anew", fence_share="of an iteration", overhead_budget="setting"
+        "the fence cost too much: windows are measured again", fence_share="of an iteration",
+        overhead_budget="setting"
     ),
     # Replicas and what is derived.
     "replicas_differ": _loud(
-        "ranks that should hold the same bits do not: each copies its own from now on", fragments="the first of them",
-        num="how many", odd_ranks="ranks that hold other bits than most, where there are three replicas or more",
+        "replicas differ: from now on each rank copies its own state", fragments="the first of them",
+        num="how many", odd_ranks="ranks that differ from the majority, with three replicas or more",
     ),
     "replicas_drift": _loud(
-        "a sample of replicas differs: snapshots since the last full comparison may mix states of different ranks; "
-        "none is taken until it is known what differs",
+        "a sample of replicas differs: snapshots since the last full comparison may mix states of ranks; "
+        "none is taken until the next full comparison",
         after="iteration of the last full comparison, -1: none", until="iteration of the sample",
     ),
     "not_derived": _loud(
-        "weights are not the cast of their masters: copied as they are", keys="the first of them", num="how many"
+        "weights are not the cast of their masters: they are copied", keys="the first of them", num="how many"
     ),
     # Arenas.
     "arena": _quiet(
-        "this rank's arena", path="of its directory", reused="whether it was there", slots="how many",
-        allocated="how many have memory", slot_bytes="of one",
+        "this rank's arena", path="of its directory", reused="whether it existed", slots="how many",
+        allocated="slots with memory", slot_bytes="of one",
     ),
     "arena_problem": _quiet(
-        "an arena, a slot of it, a parity file or a package cannot be used", path="of the arena, where it is of this "
-        "rank", shard="it holds", file="of parity or a package", problems="in words",
+        "an arena, a slot of it, a parity file or a package cannot be used", path="of this rank's arena, "
+        "if it is that", shard="its shard", file="of parity or a package", problems="texts",
     ),
     "spare_given_up": _quiet(
-        "a snapshot that no restart can use was given up for room", iteration=_ITERATION, bytes="freed",
-        newer="whether snapshots newer than it went, too",
+        "a snapshot that no restart can use was evicted", iteration=_ITERATION, bytes="freed",
+        newer="whether newer snapshots were evicted, too",
     ),
     # A restart.
     "verified": _quiet(
-        "every byte that will be restored is good", iteration=_ITERATION, secs="of verifying",
-        states="shards by how far they were checked before", unprotected="shards below protected, and their state",
-        gap_secs="longest time after a seal without checksums, in which bad memory goes unnoticed",
+        "all bytes to be restored match their checksums", iteration=_ITERATION, secs="of verifying",
+        states="shards by their earlier state", unprotected="shards that are not protected, and their state",
+        gap_secs="longest time from a seal to its checksums, in which corruption goes unnoticed",
     ),
     "rebuilt": _quiet(
-        "shards were made whole from parity", iteration=_ITERATION, shards="which", bytes="rebuilt", secs="it took",
-        sources="where the bytes came from",
+        "shards were reconstructed from parity", iteration=_ITERATION, shards="which", bytes="reconstructed",
+        secs="duration",
+        sources="of the bytes",
     ),
-    "passed_over": _quiet("a newer snapshot is not whole", iteration="restored", reasons="why no newer one"),
+    "passed_over": _quiet("a newer snapshot is incomplete", iteration="restored", reasons="why no newer one"),
     "fallback": _loud("a newer snapshot is corrupt", iteration="restored", reasons="what is wrong"),
     "lost": _loud(
-        "snapshots cannot be made whole; the job goes on from storage, or begins anew", error="what is missing",
+        "snapshots cannot be reconstructed; the job resumes from storage, or starts from scratch",
+        error="what is missing",
         loaded="iteration that was loaded from storage; 0: none",
     ),
     "rolled_back": _loud(
         "training resumes from before snapshots that exist: these are abandoned, not deleted",
-        iteration="that is resumed from", newest="iteration of the newest that is abandoned", reason="why",
+        iteration="resumed from", newest="iteration of the newest abandoned one", reason="why",
     ),
     "memory_older_than_storage": _loud(
-        "what is in memory is older than what was loaded from storage, and given up", in_memory="iteration",
+        "snapshots in memory are older than the checkpoint loaded from storage, and dropped", in_memory="iteration",
         loaded="iteration",
     ),
     "loaded": _quiet(
         "live tensors are filled", iteration=_ITERATION, secs="of loading", read_bytes="from arenas, of any node",
-        received_bytes="of these, from other nodes", spread_bytes="from ranks that need the same",
+        received_bytes="of these, from other nodes", spread_bytes="from ranks with the same needs",
         needed_bytes="in all",
         **{"from": "layout of the snapshot; null: that of the job", "to": "layout of the job, likewise"},
     ),
     # Protection.
     "protected": _quiet(
-        "a snapshot survives what the modes promise", iteration=_ITERATION, secs="since it was chosen",
+        "a snapshot is protected", iteration=_ITERATION, secs="since it was chosen",
         again="whether protection had failed before",
     ),
     "protection_slow": _loud(
-        "snapshots are protected late; again only after one was protected in time",
-        secs="since a newer snapshot could have been protected, or that the network needs for one", reason="why",
+        "snapshots are protected late; repeated only after one was in time",
+        secs="since a newer snapshot could have been protected, or needed by the network for one", reason="why",
     ),
     "not_protected": _loud(
-        "a snapshot was given up as the next to protect, or for long none could be chosen", iteration=_ITERATION,
-        protected="iteration that still is", error="why, where nothing can be protected",
+        "protection of a snapshot was given up, or none could be chosen for long", iteration=_ITERATION,
+        protected="iteration of the protected snapshot", error="why nothing can be protected",
     ),
     # The SMP of a node.
-    "smp_error": _loud("the SMP, or what drives it, met an error; it goes on", error="what", arena="it is about"),
-    "smp_restarted": _loud("the node's SMP was gone and was started again", background_secs="it took"),
+    "smp_error": _loud("an error in the SMP, which continues", error="text", arena="affected"),
+    "smp_restarted": _loud("the node's SMP had exited and was restarted", background_secs="duration"),
     "checked": _quiet(
-        "the SMP has checksums of a slot", shard="name", iteration=_ITERATION,
-        gap_secs="from the seal, in which bad memory goes unnoticed", bytes="hashed",
+        "the SMP has computed a slot's checksums", shard="name", iteration=_ITERATION,
+        gap_secs="since the seal, in which corruption goes unnoticed", bytes="hashed",
     ),
     "covered": _quiet(
         "this node's parity and packages of a snapshot are complete", iteration=_ITERATION, secs="it took",
         bytes="of the slots", received_bytes="from other nodes",
     ),
-    "not_covered": _loud("this node cannot do its part for a snapshot", iteration=_ITERATION, reason="why"),
+    "not_covered": _loud("this node cannot protect its part of a snapshot", iteration=_ITERATION, reason="why"),
     "corrupt": _loud(
-        "bytes in memory are not those that were written", arena="name", slot="index", iteration=_ITERATION,
-        file="of parity or a package", what="is bad", repairable="which of it parity can rebuild at a restart",
+        "bytes in memory do not match their checksums", arena="name", slot="index", iteration=_ITERATION,
+        file="of parity or a package", what="corrupt parts",
+        repairable="those that parity can reconstruct at a restart",
     ),
-    "repaired": _quiet("parity or a package was made anew", arena="name", iteration=_ITERATION, what="was bad"),
+    "repaired": _quiet("parity or a package was rebuilt", arena="name", iteration=_ITERATION, what="corrupt parts"),
     "scrubbed": _quiet("all snapshots in memory were checked", secs="it took", bytes="read"),
-    "peer_lost": _loud("another node's SMP does not answer", node="name", reason="why"),
-    "peer_refused": _loud("somebody did not prove the job's secret", address="of the caller", reason="why"),
+    "peer_lost": _loud("the SMP of another node does not respond", node="name", reason="why"),
+    "peer_refused": _loud("a caller did not prove the job's secret", address="of the caller", reason="why"),
     # Storage.
-    "persisted": _quiet("a snapshot is on storage, all of it", iteration=_ITERATION, secs="since it was chosen"),
+    "persisted": _quiet("a snapshot is persisted by all nodes", iteration=_ITERATION, secs="since it was chosen"),
     "last_not_taken": _loud(
-        "the job ends, and of its last iteration there is no snapshot", iteration="the last one", reason="why",
-        newest="iteration of the snapshot that goes to storage in its place; null: none is whole",
+        "the job ends without a snapshot of its last iteration", iteration="the last one", reason="why",
+        newest="iteration of the snapshot that is flushed instead; null: none is committed",
     ),
-    "flushed": _quiet("this node's shards are on storage", iteration=_ITERATION, bytes="written", secs="it took"),
+    "flushed": _quiet("this node's shards are persisted", iteration=_ITERATION, bytes="written", secs="it took"),
     "flush_failed": _loud(
-        "a snapshot did not come to storage: told by a node's SMP with the reason, and by ranks with the time",
+        "a flush failed: logged by a node's SMP with the reason, and by ranks with the time",
         iteration=_ITERATION, reason="why", secs="since it was chosen; 0: it was not",
     ),
-    "storage_fails": _loud("storage fails; it is tried again", iteration="that goes there", error="what"),
+    "storage_fails": _loud("storage fails; the flush is retried", iteration="of the flush", error="text"),
     "committed": _quiet(
-        "the shards of all nodes became a checkpoint", iteration=_ITERATION, path="where it is", bytes="of all",
+        "the shards of all nodes were committed as a checkpoint", iteration=_ITERATION, path="of it",
+        bytes="in total",
         shards="their number",
     ),
     "exported": _quiet(
-        "what others load was made of a snapshot on storage", iteration=_ITERATION,
+        "a checkpoint was exported to another format", iteration=_ITERATION,
         format="as ftckpt convert names it", path="where it is", secs="it took",
     ),
     "not_exported": _loud(
-        "a snapshot is on storage, and what others load was not made of it", iteration=_ITERATION,
+        "a snapshot is on storage, and its export failed", iteration=_ITERATION,
         format="as ftckpt convert names it", reason="why",
     ),
     "fetched": _quiet(
-        "shards that memory lacked came from storage", iteration=_ITERATION, shards="their number", bytes="read",
+        "shards that memory lacked were read from storage", iteration=_ITERATION, shards="their number", bytes="read",
         secs="it took",
     ),
-    "storage_damaged": _loud("a snapshot on storage cannot be used", iteration=_ITERATION, error="why"),
+    "storage_damaged": _loud("a snapshot on storage is unusable", iteration=_ITERATION, error="why"),
     "removed": _quiet("an older checkpoint was removed from storage", iteration=_ITERATION, path="of the storage"),
     "saved": _quiet(
         "a universal checkpoint was written", path="of its directory", iteration=_ITERATION, total_bytes="written",
@@ -259,25 +268,24 @@ EVENTS: dict[str, EventKind] = {
 """Every event that ftckpt writes; ``EVENTS.md`` is made of it."""
 
 ADVICE = {
-    "turned_off": "training goes on without snapshots: start the job again when the reason is mended",
-    "replicas_differ": "where the script does not let them drift this is silent corruption: have that hardware "
-    "tested",
+    "turned_off": "training continues without snapshots: restart the job once the reason is fixed",
+    "replicas_differ": "unless the script lets replicas drift, this is silent corruption: have that hardware tested",
     "replicas_drift": "see the replicas_differ event that follows; a restart takes those snapshots only by name",
-    "fallback": "memory of that node fails, or something has written into the arena: see its log of memory errors",
+    "fallback": "the node's memory fails, or another program has written to the arena: see its log of memory errors",
     "protection_slow": "ftckpt status says which node is behind; raise --ftckpt-smp-cores or --ftckpt-network-rate, "
     "or protect less",
-    "not_exported": "ftckpt convert makes it of the snapshot",
+    "not_exported": "ftckpt convert makes it from the snapshot",
     "not_protected": "ftckpt status says which node is behind",
     "smp_error": "ftckpt status says whether snapshots are still protected",
-    "smp_restarted": "smp.log of the node says what ended it; the OOM killer, if it just stops",
-    "not_covered": "the snapshot that was protected before stays so; the reason names what to look at",
-    "corrupt": "parity rebuilds it where it can; have the node's memory tested if it comes again",
-    "peer_lost": "no newer snapshot is protected until that node is back, or the job has started without it",
-    "peer_refused": "another job's SMP, or a stranger: --ftckpt-smp-listen and --ftckpt-secret-file keep jobs apart",
-    "flush_failed": "snapshots in memory stay, and a newer one is tried: mend storage, or start with another "
+    "smp_restarted": "smp.log of the node has the cause; if it just stops, the OOM killer",
+    "not_covered": "the previous snapshot stays protected; see the reason",
+    "corrupt": "parity reconstructs it if possible; have the node's memory tested if it recurs",
+    "peer_lost": "no newer snapshot is protected until that node is back or the job restarts without it",
+    "peer_refused": "another job, or a stranger: --ftckpt-smp-listen and --ftckpt-secret-file keep jobs apart",
+    "flush_failed": "snapshots in memory remain, and a newer one is tried: repair storage, or start with another "
     "--ftckpt-persist; ftckpt status says what is wrong there",
-    "storage_fails": "full or away: mend it while the job trains",
-    "storage_damaged": "an older one is taken; ftckpt verify says what is bad there",
+    "storage_fails": "full or unreachable: repair it while the job trains",
+    "storage_damaged": "an older one is used; ftckpt verify lists what is corrupt there",
 }
 """What to do about loud events, where they do not say so themselves."""
 
