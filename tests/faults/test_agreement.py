@@ -253,10 +253,11 @@ def test_the_operator_goes_back_once_and_not_at_each_restart(settings: dict[str,
 def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) -> None:
     """The halves of a gated layer share a key: only the half that differs is private."""
     argv = ["--no-distributed-optimizer", "--swiglu"]
-    jobs.broken(2, jobs.Run(argv, 5, settings, spoil="exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight", end="die"))
+    # Twelve: on a loaded machine no snapshot is taken for several iterations, until the new slots are allocated.
+    jobs.broken(2, jobs.Run(argv, 12, settings, spoil="exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight", end="die"))
     assert jobs.events(settings, "replicas_differ")
-    resumed = jobs.outcomes(2, jobs.Run(argv, 6, settings))
-    assert {outcome.start for outcome in resumed} <= {4, 5}
+    resumed = jobs.outcomes(2, jobs.Run(argv, 13, settings))
+    assert {outcome.start for outcome in resumed} <= set(range(4, 13))
 
 
 def slowly_sealed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
