@@ -50,7 +50,7 @@ class AutoInterval:
         self.interval, self._left, self._knows, self._spacing = interval, _SNAPSHOTS_APART, True, 0
 
     @property
-    def wish(self) -> tuple[int, float]:
+    def request(self) -> tuple[int, float]:
         """Requested iterations between snapshots, and the cost of one as a share of an iteration's length, negative
         while there is no conclusion."""
         if self._spacing:

@@ -89,7 +89,7 @@ class IntervalControl:
         return None
 
     def _follow(self, auto: AutoInterval) -> None:
-        stretch, cost = auto.wish
+        stretch, cost = auto.request
         if stretch != self.stretch:
             self._set(stretch, cost)
         self._cost = cost

@@ -40,7 +40,7 @@ class Attempt:
         auto = AutoInterval(BUDGET, 10_000, meter, self.told.append)
         if self.begin:
             auto.resume(self.begin)
-        spacing, last, wishes = auto.wish[0], 0, [auto.wish[0]] * DELAY
+        spacing, last, wishes = auto.request[0], 0, [auto.request[0]] * DELAY
         target, left = -1, 0
         for iteration in range(1, iterations + 1):
             if dice.random() < 0.02:
@@ -49,7 +49,7 @@ class Attempt:
             if place >= spacing:
                 place, last = 0, iteration
                 self.taken.append(iteration)
-                wishes.append(auto.wish[0])
+                wishes.append(auto.request[0])
                 spacing = wishes[-DELAY]
                 if not left:
                     target, left = iteration, self.protection
