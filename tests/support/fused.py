@@ -15,7 +15,7 @@ from typing import Any
 
 from ftckpt.config import Config
 from tests.support import apex, ds_jobs, jobs, te
-from tests.support.adapters.plain import TINY
+from tests.support.adapters import PLAIN_TINY
 
 CHECKOUT = "FTCKPT_TEST_CHECKOUT"
 _TE = "transformer_engine/pytorch/optimizers"
@@ -123,7 +123,7 @@ def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, opt
     import ftckpt.torch
 
     train_plain.build_optimizer = lambda args, parameters: kind(parameters, lr=args.lr, **options)
-    job = train_plain.build(train_plain.parse_args([*TINY, *run.argv, "--iterations", str(run.until)]))
+    job = train_plain.build(train_plain.parse_args([*PLAIN_TINY, *run.argv, "--iterations", str(run.until)]))
     start = None
     if run.settings is not None:
         config = Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})
