@@ -10,7 +10,7 @@ from ftckpt.memory.directory import SMP_LOCK_NAME, node_directory
 from ftckpt.memory.locks import FileLock
 from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import load_description, store_description
-from tests.support.interpreters import run_python
+from tests.support.processes import run_python
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process
