@@ -94,11 +94,11 @@ class _Listener:
         thread.join(_LEAVE_SECS)  # outside of the guard, which the thread takes at its end
         return origin
 
-    def admit(self, channel: Channel) -> None:
-        """Move ``channel``, which has proven the secret, to the admitted connections.
+    def admit(self, channel: Channel) -> str:
+        """Move ``channel``, which has proven the secret, to the admitted connections; returns why it is refused, or
+        "".
 
         Raises:
-            PeerAuthError: there are too many.
             PeerError: it has just been evicted.
         """
         with self.guard:
@@ -106,8 +106,7 @@ class _Listener:
             full = len(self.threads) - len(self.unproven) > self.max_connections
         if not known:
             raise PeerError("it was evicted before its proof was read")
-        if full:
-            raise PeerAuthError(f"there are {self.max_connections} connections already")
+        return f"there are {self.max_connections} connections already" if full else ""
 
     def abort(self) -> None:
         """End all connections; their threads are woken and close them."""
@@ -289,8 +288,9 @@ class Server:
         deadlines, trust = listener.deadlines, self._trust  # fixed for this connection, from its first byte
         try:
             channel.welcome(trust, time.monotonic() + deadlines.connect_secs)
-            listener.admit(channel)
-            while not listener.closed and (listener.local or trust == self._trust):
+            if refusal := listener.admit(channel):
+                self._report_refusal(origin, refusal)
+            while not refusal and not listener.closed and (listener.local or trust == self._trust):
                 frame = channel.receive(listener.max_request_bytes, 0, deadlines, deadlines.idle_secs)
                 self._answer(channel, frame.body, listener)
         except PeerAuthError as error:

@@ -204,21 +204,6 @@ def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpS
         watch.stop()
 
 
-def test_a_watch_tells_what_it_cannot_cure(site: SmpSite) -> None:
-    client, told = site.start(), Told()
-    kill(client)
-    (site.node_dir / "smp.lock").unlink()
-    (site.node_dir / "smp.lock").mkdir()
-    watch = Watch(client, told, every_secs=0.05)
-    try:
-        until(lambda: told.seen)
-    finally:
-        watch.stop()
-    name, fields = told.seen[0]
-    assert name == "smp_error" and "smp.lock" in fields["error"]
-    (site.node_dir / "smp.lock").rmdir()
-
-
 def test_killed_while_it_starts(site: SmpSite) -> None:
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4):
         found: list[Any] = []

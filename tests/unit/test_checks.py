@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetErr
 from ftckpt.memory.checks import Check, Checks, CheckState, checks_bytes
 from ftckpt.memory.record import Stores
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.smp.encode import take_back
 from tests.support.errors import raises
 from tests.support.waiting import until
 
@@ -128,7 +126,7 @@ def test_what_was_checked_is_there_at_every_store_that_takes_covered_back(
         seen.append(found is not None and found.chunk_hashes.tolist() == hashes_of(1).tolist())
 
     monkeypatch.setattr(Stores, "store", told)
-    take_back([(SimpleNamespace(checks=writer), SimpleNamespace(slot=0))])  # type: ignore[list-item]
+    writer.uncover(0)
     assert seen and all(seen)
     assert_tells(reader.read(0), CheckState.CHECKED, OLD, 1)
 

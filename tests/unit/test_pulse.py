@@ -116,15 +116,6 @@ def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
     assert observer.ranks()[0].iteration == 3
 
 
-def test_until_when_an_smp_rests_is_told(arena_root: Path) -> None:
-    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
-    assert not trainer.smp_rests()
-    smp.tell_rest(time.monotonic() + 60.0)
-    assert trainer.smp_rests()
-    smp.tell_rest(time.monotonic())
-    assert not trainer.smp_rests()
-
-
 def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
     trainer, other, smp = (
         Heartbeat.open(arena_root, 1),
@@ -141,13 +132,6 @@ def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
     assert smp.began_secs() == began, "by one rank of the node"
     trainer.beat(5, "forward")
     assert smp.began_secs() > began
-
-
-def test_how_long_an_smp_needs_is_told(arena_root: Path) -> None:
-    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
-    assert trainer.smp_wait_secs() == 0
-    smp.tell_wait(384.5)
-    assert trainer.smp_wait_secs() == 384.5
 
 
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
@@ -196,23 +180,6 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
         pulse.leave()
         assert pulse.ranks() == [] and not pulse.smp_alive(60)
     assert (arena_root / "elsewhere").stat().st_size == 0
-
-
-def test_no_number_can_stop_a_beat(arena_root: Path) -> None:
-    pulse = Heartbeat.open(arena_root, 0, -7)
-    for iteration, phase in ((-1, "start"), (-99, "é\0\n"), (1 << 62, "")):
-        pulse.beat(iteration, phase)
-    assert pulse.ranks()[0].iteration == 1 << 62 and pulse.ranks()[0].rank == -1
-
-
-def test_a_beat_takes_microseconds(arena_root: Path) -> None:
-    pulse, took = Heartbeat.open(arena_root, 0), []
-    for _ in range(20):
-        begin = time.perf_counter()
-        for _ in range(1000):
-            pulse.beat(1, "forward")
-        took.append((time.perf_counter() - begin) / 1000)
-    assert min(took) < 20e-6, f"{min(took) * 1e6:.1f} us"
 
 
 def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:

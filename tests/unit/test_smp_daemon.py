@@ -61,7 +61,7 @@ def test_a_loop_that_finds_nothing_to_do_looks_less_often(
     def poll(self: Server, timeout_secs: float) -> None:
         waits.append(timeout_secs)
         if len(waits) == 30:
-            smp._end_for("the test")
+            signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(Server, "poll", poll)
     smp = Daemon(arena_root, "test", "node", idle_secs=60.0)
