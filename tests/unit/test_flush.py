@@ -136,7 +136,7 @@ def stand_at_second_file(
     """Wait for ``go_on`` once a file is there."""
 
     def stand(node: str) -> None:
-        if leftovers(where):
+        if [name for name in leftovers(where) if not name.rpartition("/")[2].startswith(".")]:
             reached.set()
             go_on.wait(20)
 
