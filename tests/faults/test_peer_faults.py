@@ -23,7 +23,7 @@ from ftckpt.memory.package import pack
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import chunk_source
-from ftckpt.smp.channel import FRAME, MAGIC, Channel, Delivery, Trust
+from ftckpt.smp.channel import FRAME, Channel, Delivery, Trust
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
 from ftckpt.smp.task_queue import TaskQueue
 from tests.support.killing import killed_at
@@ -229,23 +229,6 @@ def _talk_nonsense(server: socket.socket, answer: Answer, stop: threading.Event)
                     answer(channel, request)
         except (PeerError, OSError):
             pass
-
-
-def test_strangers_at_the_port_do_not_disturb(arena_root: Path, stack: ExitStack) -> None:
-    nodes = two_nodes(arena_root, stack)
-    smps = [stack.enter_context(closing(Smp(node))) for node in nodes]
-    ports = {node.name: smp.listen() for node, smp in zip(nodes, smps, strict=True)}
-    socks = [socket.create_connection(("127.0.0.1", ports["n0"])) for _ in range(40)]
-    for index, sock in enumerate(socks):
-        stack.callback(sock.close)
-        sock.sendall((b"\xff" * 200, b"GET / HTTP/1.0\r\n\r\n", MAGIC + b"\0" * 72, b"")[index % 4])
-    for node, smp in zip(nodes, smps, strict=True):
-        smp.configure(describe(node, nodes, PEER, ports))
-        node.snapshot(0, 1)
-        node.target(1)
-        smp.start()
-    until(lambda: all(node.encoded(1) for node in nodes), "covered")
-    assert check_parity(nodes, PEER, 1) >= 2
 
 
 def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitStack) -> None:

@@ -508,11 +508,6 @@ def test_a_rollback_gives_up_nothing_and_can_be_taken_back(
     assert not {"void", "readers"} & {path.name for path in Path(going_on["persist"]).iterdir()}
 
 
-def test_a_name_that_is_not_there_is_refused(going_on: dict[str, Any]) -> None:
-    with a_rank_raises(StorageError, "--ftckpt-restore-from iter_0099999", "ftckpt list"):
-        run_ranks(restored, 4, going_on | {"restore_from": "iter_0099999"})
-
-
 def back_by_name(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     assert checkpointer.restore(newer_than=loaded, rollback=True) is None

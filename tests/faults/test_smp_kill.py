@@ -21,10 +21,9 @@ import pytest
 from ftckpt.errors import SmpError
 from ftckpt.memory.directory import clean_job
 from ftckpt.memory.end_notes import read as read_ends
-from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import JobLock
 from ftckpt.memory.process import Process
-from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.client import SmpClient, Watch
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import VERSION
@@ -276,30 +275,6 @@ def test_what_was_kept_and_is_damaged_stops_nobody(site: SmpSite, content: str) 
     until(lambda: "cannot be used" in site.log)
     site.start().configure(site.description())
     assert json.loads(path.read_text())["description"]["job"] == JOB and not path.is_symlink()
-
-
-@pytest.mark.slow
-def test_a_frozen_one_hangs_nobody(site: SmpSite) -> None:
-    client = site.start()
-    pid = client.hello()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        begin = time.monotonic()
-        for call in (client.hello, client.status):
-            with pytest.raises(SmpError, match="does not answer"):
-                call(0.5)
-        with pytest.raises(SmpError, match="does not answer"):
-            client.configure(site.description(), timeout_secs=0.5)
-        with pytest.raises(SmpError, match="no SMP"):
-            find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=1.0)
-        assert time.monotonic() - begin < 20
-        assert site.pids() == [pid], "a second one is not started beside it"
-        until(lambda: not Heartbeat.open(site.node_dir, None).smp_alive(0.5))
-        client.end(timeout_secs=4)  # the job is over: nobody waits for it any more
-        assert site.pids() == []
-    finally:
-        if site.pids() == [pid]:
-            os.kill(pid, signal.SIGCONT)
 
 
 def test_the_end_of_the_job_after_a_kill_leaves_nothing(site: SmpSite) -> None:

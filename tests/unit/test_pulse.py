@@ -15,7 +15,6 @@ import pytest
 
 from ftckpt.memory.directory import PULSE_NAME
 from ftckpt.memory.heartbeat import FlushState, Heartbeat, SmpState
-from ftckpt.memory.page import map_page
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.waiting import until
 
@@ -206,33 +205,6 @@ def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
     assert (rank.flush_state(one), rank.flush_state(other)) == (FlushState.NONE, FlushState.WORKING)
     smp.tell_flush(None, FlushState.NONE)
     assert rank.flush_state(other) == FlushState.NONE
-
-
-HAMMER = """
-import sys
-from pathlib import Path
-from ftckpt.memory.page import map_page
-words = map_page(Path(sys.argv[1]))
-print(None, flush=True)
-while True:
-    for _ in range(10000):
-        words[2] = 0
-        words[2] = 0xFFFFFFFFFFFFFFFF
-"""
-
-
-def test_a_word_is_never_seen_half_written(arena_root: Path) -> None:
-    page = map_page(arena_root / PULSE_NAME)
-    seen: set[int] = set()
-    process = started(HAMMER, arena_root / PULSE_NAME)
-    try:
-        begin = time.monotonic()
-        while time.monotonic() < begin + (1.0 if len(seen) > 1 else 30.0):
-            seen.update(page[2] for _ in range(5000))
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-    assert seen == {0, 0xFFFFFFFFFFFFFFFF}
 
 
 def test_any_rank_that_copies_is_seen(arena_root: Path) -> None:

@@ -9,21 +9,18 @@ import shutil
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.slow_storage import DiskLimit, cached_bytes, limited
 from ftckpt.errors import StorageError
 from ftckpt.persist import files
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.files import WINDOW_BYTES, FileStorage
+from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage
 from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, in_bucket, servers
@@ -246,35 +243,6 @@ def test_a_full_disk_is_said_and_may_be_tried_again(tmp_path: Path) -> None:
         assert storage.read("x") == b"before" and names(storage) == {"x": 6} and len(list(small.iterdir())) == 1
 
 
-@pytest.fixture
-def slow_disk(tmp_path: Path) -> Iterator[None]:
-    """Slower than files are written, as disks are; where that cannot be had it is as it is."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            limit = DiskLimit(f"ftckpt-test-{uuid.uuid4().hex[:8]}", tmp_path, 8 * WINDOW_BYTES, "write")
-            stack.callback(limit.close)
-            stack.enter_context(limited(str(limit.folder)))
-        yield
-
-
-@pytest.mark.usefixtures("slow_disk")
-def test_a_large_file_leaves_memory_while_it_is_written(tmp_path: Path) -> None:
-    """What waits to be written makes others wait at their fsync, and what nobody reads takes room from what is."""
-    storage, window, cached = in_files(tmp_path), os.urandom(WINDOW_BYTES), list[int]()
-
-    def windows() -> Iterator[bytes]:
-        for _ in range(8):
-            yield window
-            cached.append(cached_bytes(tmp_path))
-
-    storage.write("x", windows())
-    # One that is filled, two on their way, and parts of pages that lie across.
-    assert max(cached) <= 4 * WINDOW_BYTES, cached
-    until(lambda: cached_bytes(tmp_path) == 0, "fsync has returned: nothing holds them")
-    storage.put("y", b"small")
-    assert storage.read("x") == 8 * window and cached_bytes(tmp_path) > 0
-
-
 THIN = """
 import os, subprocess, sys
 from pathlib import Path
@@ -436,28 +404,6 @@ def test_a_file_system_that_is_read_only_is_said_to_be_so(tmp_path: Path) -> Non
         subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
         with raises(StorageError, "--ftckpt-persist"):
             open_storage(str(mount), "--ftckpt-persist")
-
-
-def test_what_is_removed_takes_no_directory_from_a_writer(tmp_path: Path) -> None:
-    storage = in_files(tmp_path)
-    ended, errors = threading.Event(), list[Exception]()
-
-    def come_and_go() -> None:
-        try:
-            while not ended.is_set():
-                storage.put("folder/other", b"x")
-                storage.remove(["folder/other"])
-        except StorageError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
-    for _ in range(300):
-        storage.put("folder/mine", b"x")
-        storage.remove(["folder/mine"])
-    ended.set()
-    thread.join()
-    assert errors == []
 
 
 def test_two_writers_of_one_name_never_mix(tmp_path: Path) -> None:
