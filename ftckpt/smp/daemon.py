@@ -229,7 +229,7 @@ class Daemon:
             "events": self.events.last(_EVENTS),
             **{name: history.fields(now) for name, history in self._history.items()},
             "trainers": [rank_report(pulse) for pulse in self._ranks()],
-            "duties": {**self._tasks.status(), "connections": self._server.connections},
+            "tasks": {**self._tasks.status(), "connections": self._server.connections},
         }
 
     def _measured(self) -> dict[str, Any]:

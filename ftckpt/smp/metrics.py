@@ -110,18 +110,18 @@ METRICS: dict[str, Metric] = {
     ),
     "persisted_iteration": _gauge("the newest snapshot that this attempt persisted", _persisted),
     "flushing": _gauge(
-        "1 while a snapshot is being flushed", lambda status: status["duties"]["flushing"] is not None
+        "1 while a snapshot is being flushed", lambda status: status["tasks"]["flushing"] is not None
     ),
-    "storage_failing": _gauge("1 while storage fails", lambda status: bool(status["duties"]["storage"]["problem"])),
-    "protects": _gauge("1 if snapshots are to be protected", lambda status: status["duties"]["protects"]),
+    "storage_failing": _gauge("1 while storage fails", lambda status: bool(status["tasks"]["storage"]["problem"])),
+    "protects": _gauge("1 if snapshots are to be protected", lambda status: status["tasks"]["protects"]),
     "cannot_protect": _gauge(
         "1 while the chosen snapshot cannot be protected",
-        lambda status: status["duties"]["cannot"] is not None,
+        lambda status: status["tasks"]["cannot"] is not None,
     ),
     "memory_bytes": _gauge("memory of snapshots, parity and packages on the node", lambda s: s["memory_bytes"]),
     "smp_memory_bytes": _gauge("private memory of the SMP", lambda status: status["anon_bytes"]),
-    "received_bytes": _counter("received from other nodes for protection", lambda s: s["duties"]["received_bytes"]),
-    "sent_bytes": _counter("sent to other nodes for protection", lambda status: status["duties"]["sent_bytes"]),
+    "received_bytes": _counter("received from other nodes for protection", lambda s: s["tasks"]["received_bytes"]),
+    "sent_bytes": _counter("sent to other nodes for protection", lambda status: status["tasks"]["sent_bytes"]),
     "warnings": Metric("counter", "loud events of this SMP, by name (EVENTS.md)", _loud, "event"),
     "rank_alive": _of_ranks("gauge", "1 while the rank lives", lambda trainer: trainer["lives"] is not False),
     "rank_iteration": _of_ranks("gauge", "its last step boundary", lambda trainer: trainer["iteration"]),

@@ -234,7 +234,7 @@ class TaskQueue:
             "protects": bool(part.groups or part.mirror_from),
             "target": _named(snapshot),
             "cannot": {**(_named(snapshot) or {}), "reason": problem} if problem else None,
-            "covering": self._tasks.encode.active,
+            "encoding": self._tasks.encode.active,
             "checked": workers.checker.checked,
             "repaired": workers.scrubber.repaired,
             "flushing": _named(flushed if flush_state is not FlushState.DONE else None),

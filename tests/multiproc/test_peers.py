@@ -173,13 +173,13 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER)
     cluster.nodes[0].snapshot(0, 1)
     cluster.target(1)  # n1 never has it
-    until(lambda: cluster.smps[0].tasks.status()["covering"] and cluster.nodes[0].checked(1), "under way")
+    until(lambda: cluster.smps[0].tasks.status()["encoding"] and cluster.nodes[0].checked(1), "under way")
     cluster.encode(1, 2)
     assert cluster.check(2) >= 2 and not cluster.nodes[0].encoded(1)
 
 
 def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.peers._BACKOFF_SECS", 0.1)
+    monkeypatch.setattr("ftckpt.smp.peers._MAX_BACKOFF_SECS", 0.1)
     cluster.build([[0], [1]], PEER, protect_timeout_secs=8.0)
     cluster.snapshot(0, 1)
     cluster.snapshot(1, 2)

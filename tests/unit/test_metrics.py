@@ -24,12 +24,12 @@ def status(**changes: Any) -> dict[str, Any]:
         "rank": 3, "place": 0, "pid": 1, "iteration": 9, "secs": 0.5, "lives": True,
         "counts": {count.label: 10 * (count + 1) for count in HeartbeatGauge},
     }  # fmt: skip
-    duties = {
+    tasks = {
         "flushing": None, "cannot": None, "protects": True, "received_bytes": 5, "sent_bytes": 6,
         "storage": {"problem": ""},
     }  # fmt: skip
     known = {
-        "trainers": [trainer], "whole": {"iteration": 8, "age_secs": 1.5}, "protected": None, "duties": duties,
+        "trainers": [trainer], "whole": {"iteration": 8, "age_secs": 1.5}, "protected": None, "tasks": tasks,
         "anon_bytes": 1 << 20, "loud": {"corrupt": 2}, "memory_bytes": 1 << 30,
     }  # fmt: skip
     return {**known, **changes}
