@@ -183,7 +183,7 @@ class Encoder:
         """
         while (slots := self.sources.arenas.find_all(snapshot)) is None:
             yield _POLL_SECS
-        if all(slot.check.state == CheckState.COVERED for slot in slots):
+        if all(slot.check.state == CheckState.ENCODED for slot in slots):
             return
         started_secs, received_bytes = time.monotonic(), self.sources.received_bytes
         marks = _protected(slots)
@@ -234,14 +234,14 @@ class Encoder:
         found: dict[SnapshotId, list[CheckedSlot]] = {}
         for arena in self.sources.arenas.all:
             for slot in arena.checked():
-                if slot.check.state == CheckState.COVERED:
+                if slot.check.state == CheckState.ENCODED:
                     found.setdefault(slot.snapshot, []).append(slot)
         return found
 
     def revoke(self, snapshot: SnapshotId) -> None:
         """Degrade the slots of ``snapshot`` from encoded to checked."""
         for slot in self.encoded().get(snapshot, ()):
-            slot.arena.checks.uncover(slot.slot)
+            slot.arena.checks.drop_encoded(slot.slot)
 
     def revoke_incomplete(self) -> None:
         """Revoke snapshots of other groups, or with missing parts."""
@@ -357,7 +357,7 @@ class Encoder:
             )
         # To trainers this mark in the arenas of all nodes means protected: it is stored last.
         for slot in slots:
-            slot.arena.checks.store_covered(slot.slot, slot.check.seal_id)
+            slot.arena.checks.store_encoded(slot.slot, slot.check.seal_id)
         return True
 
 

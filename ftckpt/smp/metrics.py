@@ -109,9 +109,7 @@ METRICS: dict[str, Metric] = {
         _behind("protected_behind"),
     ),
     "persisted_iteration": _gauge("the newest snapshot that this attempt persisted", _persisted),
-    "flushing": _gauge(
-        "1 while a snapshot is being flushed", lambda status: status["tasks"]["flushing"] is not None
-    ),
+    "flushing": _gauge("1 while a snapshot is being flushed", lambda status: status["tasks"]["flushing"] is not None),
     "storage_failing": _gauge("1 while storage fails", lambda status: bool(status["tasks"]["storage"]["problem"])),
     "protects": _gauge("1 if snapshots are to be protected", lambda status: status["tasks"]["protects"]),
     "cannot_protect": _gauge(

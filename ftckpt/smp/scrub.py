@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from ftckpt.memory.parity_file import ParityFile, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.modes import PARITY_FILES
-from ftckpt.parity.stripes import stripe, stripe_of_block
+from ftckpt.parity.stripes import num_blocks, stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
 from ftckpt.setting_checks import MODES
 from ftckpt.smp.arenas import CheckedSlot, MonitoredArena
@@ -38,20 +39,6 @@ class _State:
     files: dict[tuple[str, int], ParityFile] = field(default_factory=dict)
     bad_blocks: set[BlockId] = field(default_factory=set)
     slots: list[tuple[CheckedSlot, list[int]]] = field(default_factory=list)
-
-
-class _LostBlocks:
-    """The corrupt or missing blocks. Those of other nodes are missing unless the snapshot is encoded."""
-
-    def __init__(self, state: _State, groups: dict[str, ParityGroup], node: str, is_encoded: bool) -> None:
-        self._state, self._groups, self._node, self._is_encoded = state, groups, node, is_encoded
-
-    def __contains__(self, block: object) -> bool:
-        assert isinstance(block, tuple)
-        name, holder, _ = block
-        if self._groups[name].members[holder].node != self._node:
-            return not self._is_encoded
-        return (name, holder) not in self._state.files or block in self._state.bad_blocks
 
 
 SCRUB_SECS = 300.0
@@ -168,7 +155,7 @@ class Scrubber:
         """Report corrupt chunks of a slot; returns whether all can be reconstructed."""
         if not slot.still_holds():
             return True
-        arena, is_encoded = slot.arena, slot.check.state == CheckState.COVERED
+        arena, is_encoded = slot.arena, slot.check.state == CheckState.ENCODED
         safe = self._repairable(slot.snapshot, state, is_encoded) if is_encoded or state.files else set()
         names = {chunk: (arena.name, slot.slot, slot.record.sequence, chunk) for chunk in bad}
         if new := [chunk for chunk, key in names.items() if self._is_new(key)]:
@@ -189,7 +176,7 @@ class Scrubber:
         groups = {file.group.name: file.group for file in state.files.values()}
         groups |= {group.name: group for group in self._encoder.part.groups}
         bad = {(slot.arena.shard, chunk) for slot, chunks in state.slots for chunk in chunks}
-        _, left = solve(list(groups.values()), bad, _LostBlocks(state, groups, self._sources.node, is_encoded))
+        _, left = solve(list(groups.values()), bad, self._lost_blocks(state, groups.values(), is_encoded))
         safe = bad - left
         for slot, chunks in state.slots if is_encoded else ():
             image, shard = slot.arena.mapped.image, slot.arena.shard
@@ -199,6 +186,17 @@ class Scrubber:
             # Replica parity of these chunks is in the slots of other nodes.
             safe |= {(shard, chunk) for chunk in chunks if any(chunk in span for span in spans)}
         return safe
+
+    def _lost_blocks(self, state: _State, groups: Iterable[ParityGroup], is_encoded: bool) -> set[BlockId]:
+        """The corrupt or missing blocks. Those of other nodes are missing unless the snapshot is encoded."""
+        holders = [(group, holder, one.node) for group in groups for holder, one in enumerate(group.members)]
+        missing = [
+            (group, holder)
+            for group, holder, node in holders
+            if (group.name, holder) not in state.files and (node == self._sources.node or not is_encoded)
+        ]
+        blocks = {(group.name, holder, n) for group, holder in missing for n in range(num_blocks(group, holder))}
+        return blocks | state.bad_blocks
 
     def _repair_file(self, snapshot: SnapshotId, state: _State, key: tuple[str, int]) -> Work[None]:
         """Recompute corrupt blocks. If that fails the snapshot is revoked, and a target's file is recreated."""

@@ -86,7 +86,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_waited_for(
     again = start_process(nodes[1], stack, other.port)
     tell_port(smp, nodes, ports, again.port, **settings)
     again.configure(describe(nodes[1], nodes, PEER, ports, **settings))
-    until(lambda: all(node.encoded(1) for node in nodes), "covered")
+    until(lambda: all(node.encoded(1) for node in nodes), "encoded")
     assert check_parity(nodes, PEER, 1) >= 2
 
 
@@ -113,7 +113,7 @@ def test_a_peer_that_is_stopped_is_given_up_and_used_again(arena_root: Path, sta
     other.signal(signal.SIGCONT)
     for node in nodes:
         node.target(2)
-    until(lambda: all(node.encoded(2) for node in nodes), "covered")
+    until(lambda: all(node.encoded(2) for node in nodes), "encoded")
     assert check_parity(nodes, PEER, 2) >= 2
 
 
@@ -213,7 +213,7 @@ def test_a_package_that_is_not_what_was_asked_for_is_not_kept(arena_root: Path, 
     nodes[0].target(-1)
     until(lambda: smp.tasks.status()["target"] is None, "given up")
     nodes[0].target(1)
-    until(lambda: nodes[0].encoded(1), "covered")
+    until(lambda: nodes[0].encoded(1), "encoded")
     assert nodes[0].packages(1) == ["dp0", "dp1"]
 
 
@@ -246,7 +246,7 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
         other.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
         until(lambda: nodes[1].checked(1), "checked")
         if attempt == 1:  # from now on 1 is protected, and 2 the one that suffers
-            until(lambda: all(node.encoded(1) for node in nodes), "covered")
+            until(lambda: all(node.encoded(1) for node in nodes), "encoded")
             for node in nodes:
                 node.protected(1)
                 node.snapshot(1, 2)
@@ -258,7 +258,7 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
     last = start_process(nodes[1], stack, ports["n1"])
     tell_port(smp, nodes, ports, last.port, protect_timeout_secs=60.0)
     last.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
-    until(lambda: all(node.encoded(2) for node in nodes), "covered")
+    until(lambda: all(node.encoded(2) for node in nodes), "encoded")
     assert check_parity(nodes, PEER, 2) >= 2 and check_parity(nodes, PEER, 1) >= 2
 
 
@@ -304,7 +304,7 @@ def _check_claims(node: Node, iteration: int) -> None:
         if check is not None and check.snapshot.iteration == iteration:
             hashes = [arena.hash_chunk(iteration % 3, chunk) for chunk in range(len(arena.image.chunks))]
             assert check.chunk_hashes.tolist() == hashes
-    if CheckState.COVERED in node.states(iteration):
+    if CheckState.ENCODED in node.states(iteration):
         assert check_parity([node], NODE, iteration) >= 2 and node.packages(iteration) == ["dp0", "dp1"]
 
 
@@ -330,7 +330,7 @@ def test_a_full_tmpfs_is_told_once_and_training_goes_on(tmp_path: Path, stack: E
     until(lambda: node.checked(2), "what is sealed is still checked")
     ballast.unlink()
     node.target(2)
-    until(lambda: node.encoded(2), "covered")
+    until(lambda: node.encoded(2), "encoded")
     assert check_parity([node], NODE, 2) >= 3
 
 

@@ -68,7 +68,7 @@ class Cluster:
         """A snapshot becomes the target, and all nodes cover it."""
         self.snapshot(slot, iteration)
         self.target(iteration)
-        until(lambda: self.encoded(iteration), "covered")
+        until(lambda: self.encoded(iteration), "encoded")
 
     def encoded(self, iteration: int) -> bool:
         return all(node.encoded(iteration) for node in self.nodes)
@@ -100,7 +100,7 @@ def cluster(arena_root: Path) -> Iterator[Cluster]:
     ],
     ids=["two", "three-by-two", "rs", "mirror", "node-and-peer", "uneven"],
 )
-def test_a_target_is_covered_on_all_nodes(cluster: Cluster, ranks_of: list[list[int]], modes: Modes) -> None:
+def test_a_target_is_encoded_on_all_nodes(cluster: Cluster, ranks_of: list[list[int]], modes: Modes) -> None:
     cluster.build(ranks_of, modes)
     for iteration in (1, 2):
         cluster.encode(iteration, iteration)
@@ -134,7 +134,7 @@ def test_what_travels_is_sealed_where_the_job_wants_it(cluster: Cluster, monkeyp
         cluster.target(iteration)
         for smp in cluster.smps:
             smp.start()
-        until(lambda: cluster.encoded(iteration), "covered")  # noqa: B023
+        until(lambda: cluster.encoded(iteration), "encoded")  # noqa: B023
         for smp in cluster.smps:
             smp.pause()
         assert cluster.check(iteration) >= 2
@@ -165,7 +165,7 @@ def test_one_that_is_late_is_waited_for(cluster: Cluster, monkeypatch: pytest.Mo
     assert not any(node.encoded(1) for node in cluster.nodes)
     assert all(smp.tasks.cannot is None and smp.events.of("peer_lost") == [] for smp in cluster.smps)
     cluster.nodes[2].snapshot(0, 1)
-    until(lambda: cluster.encoded(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
     assert cluster.check(1) >= 3
 
 
@@ -223,7 +223,7 @@ def test_a_node_with_another_secret_gets_nothing(cluster: Cluster) -> None:
         smp.pause()
         smp.configure(describe(node, cluster.nodes, PEER, ports, secret="b2" * 32))
         smp.start()
-    until(lambda: cluster.encoded(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
 
 
 def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
@@ -241,7 +241,7 @@ def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
     cluster.target(-1)
     until(lambda: not any(smp.tasks.status()["target"] for smp in cluster.smps), "given up")
     cluster.target(1)
-    until(lambda: cluster.encoded(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
     assert cluster.check(1) >= 3
 
 
@@ -275,7 +275,7 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
     cluster.target(1)
     cluster.smps[0].start()
     smp = cluster.smps[1].start()
-    until(lambda: cluster.nodes[1].encoded(1), "covered")
+    until(lambda: cluster.nodes[1].encoded(1), "encoded")
     assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
     assert smp.tasks.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test", "wait_secs": 0.0}
 
@@ -297,7 +297,7 @@ def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
     cluster.target(1)
     for smp in cluster.smps:
         smp.start()
-    until(lambda: cluster.nodes[1].encoded(1), "covered by the one that may receive all it likes")
+    until(lambda: cluster.nodes[1].encoded(1), "encoded by the one that may receive all it likes")
     [covered] = other.events.of("covered")
     assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
     assert one.tasks.status()["sent_bytes"] >= covered["received_bytes"]
@@ -337,7 +337,7 @@ def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase:
     until(lambda: cluster.smps[1].asked, "asked, although the phase never ends")
     assert time.monotonic() - begun > 0.3
     pulse.beat(1, "forward")
-    until(lambda: cluster.encoded(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
     pulse.leave()
 
 
@@ -353,7 +353,7 @@ def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) ->
         smp.start()
     until(lambda: cluster.smps[1].asked, "asked")
     assert time.monotonic() - begun > 0.9
-    until(lambda: cluster.encoded(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
     pulse.leave()
 
 
@@ -379,7 +379,7 @@ def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
     assert cluster.check(1) >= 3
 
 
-def test_packages_of_a_protected_snapshot_are_pulled_again_or_covered_is_taken_back(
+def test_packages_of_a_protected_snapshot_are_pulled_again_or_it_is_revoked(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)

@@ -126,7 +126,7 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
     assert [e["iteration"] for e in smp.events.of("checked") if e["shard"] == "dp0"] == [8]
 
 
-def test_a_target_is_covered_by_packages_and_node_parity(node: Node, smp: Smp) -> None:
+def test_a_target_is_encoded_as_packages_and_node_parity(node: Node, smp: Smp) -> None:
     smp.encode(0, 7)
     assert check_parity([node], NODE, 7) > 5
     assert node.packages(7) == ["dp0", "dp1", "dp2"]
@@ -185,15 +185,15 @@ def test_one_that_was_killed_half_way_does_only_the_rest(node: Node, smp: Smp) -
     before = kept.stat().st_mtime_ns
     again = Smp(node)
     again.configure(describe(node, [node], NODE, {}))
-    assert node.states(7) == [CheckState.CHECKED] * 3, "COVERED is taken back"
+    assert node.states(7) == [CheckState.CHECKED] * 3, "ENCODED is revoked"
     again.start()
-    until(lambda: node.encoded(7), "covered again")
+    until(lambda: node.encoded(7), "encoded again")
     assert check_parity([node], NODE, 7) > 5 and node.packages(7) == ["dp0", "dp1", "dp2"]
     assert kept.stat().st_mtime_ns == before and len(again.events.of("covered")) == 1
     again.close()
 
 
-def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) -> None:
+def test_other_groups_revoke_what_is_encoded(arena_root: Path, node: Node, smp: Smp) -> None:
     smp.encode(0, 7)
     smp.pause()
     with closing(Node(arena_root, "n0", [3], 4)) as more:
@@ -202,9 +202,9 @@ def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) 
         node.arenas[-1].control.mark_target(SnapshotId(LINEAGE, 7))
         node.protected(7)
         smp.configure(describe(node, [node], NODE, {}))
-        assert not any(state == CheckState.COVERED for state in node.states(7))
+        assert not any(state == CheckState.ENCODED for state in node.states(7))
         smp.start()
-        until(lambda: node.encoded(7), "covered")
+        until(lambda: node.encoded(7), "encoded")
         assert check_parity([node], NODE, 7) > 5
 
 
@@ -271,7 +271,7 @@ def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp)
     assert [event["iteration"] for event in smp.events.of("not_covered")] == [7]
     node.snapshot(1, 8, hashed=True)
     node.target(8)
-    until(lambda: node.encoded(8), "covered")
+    until(lambda: node.encoded(8), "encoded")
 
 
 @pytest.mark.parametrize("how", ["configured anew", "configured alike", "another file"])
@@ -292,7 +292,7 @@ def test_a_bad_slot_that_was_put_right_is_checked(node: Node, smp: Smp, how: str
     else:
         smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s" if how == "configured anew" else "0"))
     smp.start()
-    until(lambda: node.encoded(7), "covered")
+    until(lambda: node.encoded(7), "encoded")
     assert smp.tasks.cannot is None
 
 
@@ -318,9 +318,9 @@ def test_a_torn_package_is_not_taken_for_one(node: Node, smp: Smp) -> None:
     path = next(mirror_dir(node.dir).glob("dp1.*"))
     path.write_bytes(path.read_bytes()[:-1])
     smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s"))
-    assert node.states(7) == [CheckState.CHECKED] * 3, "COVERED is taken back"
+    assert node.states(7) == [CheckState.CHECKED] * 3, "ENCODED is revoked"
     smp.start()
-    until(lambda: node.encoded(7), "covered again")
+    until(lambda: node.encoded(7), "encoded again")
     assert node.packages(7) == ["dp0", "dp1", "dp2"]
 
 
@@ -363,17 +363,17 @@ def test_packages_of_targets_that_are_given_up_do_not_add_up(node: Node, smp: Sm
     for iteration in range(1, 9):
         node.snapshot(iteration % 3, iteration)
         until(lambda: node.checked(iteration), "checked")  # noqa: B023
-        if iteration != 3:  # only 3 is ever covered
+        if iteration != 3:  # only 3 is ever encoded
             flip(node.arenas[2], iteration % 3, node.arenas[2].image.chunks[1].begin)
         node.target(iteration)
         given_up = SnapshotId(LINEAGE, iteration)
         done = (lambda: node.encoded(3)) if iteration == 3 else (lambda: smp.tasks.cannot == given_up)  # noqa: B023
-        until(done, "covered, or given up")
+        until(done, "encoded, or given up")
         assert len(kept_iterations(node)) <= 2
     assert 8 in kept_iterations(node)
 
 
-def test_packages_go_when_the_next_target_is_covered_and_not_before(
+def test_packages_go_when_the_next_target_is_encoded_and_not_before(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smp.encode(0, 1)
@@ -389,14 +389,14 @@ def test_packages_go_when_the_next_target_is_covered_and_not_before(
         node.snapshot(iteration % 3, iteration)
         node.protected(iteration)  # as if it were, after a restart, when nothing of it is made yet
         node.target(iteration)
-        until(lambda: node.encoded(iteration), "covered")  # noqa: B023
+        until(lambda: node.encoded(iteration), "encoded")  # noqa: B023
         until(lambda: kept_iterations(node) == {iteration}, "what was before goes")  # noqa: B023
     assert {iteration for iteration, _ in seen} == {2, 3}
     assert all(kept == {iteration - 1, iteration} for iteration, kept in seen)
 
 
 def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protected(node: Node, smp: Smp) -> None:
-    """Another node may not have covered the target yet; were it lost now, they would be what brings it back."""
+    """Another node may not have encoded the target yet; were it lost now, they would be what brings it back."""
     for iteration in (2, 3, 4):  # the newest was not protected any more
         old = package_path(node.dir, "tp1-dp0", SnapshotId(b"o" * 16, iteration))
         old.parent.mkdir(exist_ok=True)
@@ -460,11 +460,11 @@ def test_work_goes_on_however_long_ranks_copy(node: Node, smp: Smp) -> None:
     node.target(7)
     smp.start()
 
-    def covered() -> bool:
+    def encoded() -> bool:
         rank.tell_copying(True)
         return node.encoded(7)
 
-    until(covered, "covered", secs=30)
+    until(encoded, "encoded", secs=30)
 
 
 def test_the_limit_of_reads_is_kept(node: Node, smp: Smp) -> None:
@@ -550,48 +550,48 @@ def test_an_arena_that_is_not_there_is_told_once(node: Node, smp: Smp, monkeypat
 
 class TestScrub:
     @pytest.fixture
-    def covered(self, node: Node, smp: Smp) -> Smp:
-        """Iteration 7 is covered, and from now on scrubbed all the time."""
+    def encoded(self, node: Node, smp: Smp) -> Smp:
+        """Iteration 7 is encoded, and from now on scrubbed all the time."""
         smp.encode(0, 7)
         smp.pause()
         smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.3))
         until(lambda: not smp.tasks.step(time.monotonic() + 0.05) and node.encoded(7), "proven, and no scrub runs")
         return smp
 
-    def test_a_bad_chunk_is_told_and_left_to_a_restart(self, node: Node, covered: Smp) -> None:
+    def test_a_bad_chunk_is_told_and_left_to_a_restart(self, node: Node, encoded: Smp) -> None:
         """The trainer may take the slot over at any moment: whoever writes into it then spoils another snapshot."""
         arena, last = node.arenas[1], len(node.arenas[1].image.chunks) - 1
         for chunk in (0, 3, last):
             flip(arena, 0, arena.image.chunks[chunk].begin + 9)
         before = bytes(arena.slot(0))
         node.protected(7)
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
-        assert bytes(arena.slot(0)) == before and covered.events.of("repaired") == []
+        encoded.start()
+        until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
+        assert bytes(arena.slot(0)) == before and encoded.events.of("repaired") == []
         assert arena.verify(0).names == [f"chunk {chunk}" for chunk in (0, 3, last)]
-        [corrupt] = covered.events.of("corrupt")
+        [corrupt] = encoded.events.of("corrupt")
         assert corrupt["repairable"] == corrupt["what"] == [f"chunk {chunk}" for chunk in (0, 3, last)]
-        assert node.encoded(7) and covered.tasks.cannot is None
+        assert node.encoded(7) and encoded.tasks.cannot is None
 
     @pytest.mark.parametrize("target", [7, -1])
-    def test_two_bad_chunks_of_a_stripe_are_told_once_and_covered_is_taken_back(
-        self, node: Node, covered: Smp, target: int
+    def test_two_bad_chunks_of_a_stripe_are_told_once_and_revoke_the_snapshot(
+        self, node: Node, encoded: Smp, target: int
     ) -> None:
         node.target(target)
         node.protected(7)
         for arena in node.arenas[1:]:
             for span in arena.image.chunks[: arena.image.num_stepped_chunks]:
                 flip(arena, 0, span.begin)
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
+        encoded.start()
+        until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
         assert node.states(7) == [CheckState.CHECKED] * 3
-        events = covered.events.of("corrupt")
+        events = encoded.events.of("corrupt")
         assert len(events) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in events)
         assert all(arena.verify(0) for arena in node.arenas[1:])
-        until(lambda: covered.tasks.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
-        assert len(covered.events.of("covered")) == 1, "it is not claimed again in between"
+        until(lambda: encoded.tasks.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
+        assert len(encoded.events.of("covered")) == 1, "it is not claimed again in between"
 
-    def test_parity_that_cannot_be_made_anew_takes_covered_back(self, node: Node, covered: Smp) -> None:
+    def test_parity_that_cannot_be_made_again_revokes_the_snapshot(self, node: Node, encoded: Smp) -> None:
         node.protected(7)
         node.target(-1)
         for arena in node.arenas[1:]:
@@ -599,28 +599,28 @@ class TestScrub:
         path = parity_of(node.arenas[0].path, "node", 7).path
         with closing(ParityFile.open(path, writable=True)) as file:
             file.block(0)[3] ^= 1
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
+        encoded.start()
+        until(lambda: len(encoded.events.of("scrubbed")) >= 2, "scrubbed")
         assert node.states(7) == [CheckState.CHECKED] * 3 and path.exists(), "its other blocks are still of use"
 
-    def test_bad_parity_is_computed_anew(self, node: Node, covered: Smp) -> None:
+    def test_bad_parity_is_computed_anew(self, node: Node, encoded: Smp) -> None:
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
             path, blocks = file.path, file.num_blocks
-        covered.start()
+        encoded.start()
         for times in (1, 2):
             with closing(ParityFile.open(path, writable=True)) as file:
                 for block in range(blocks):
                     file.block(block)[3] ^= 1
-            until(lambda times=times: len(covered.events.of("repaired")) == blocks * times, "repaired")
+            until(lambda times=times: len(encoded.events.of("repaired")) == blocks * times, "repaired")
             # A run that finds nothing bad: what goes bad after it is new.
-            runs = len(covered.events.of("scrubbed"))
-            until(lambda runs=runs: len(covered.events.of("scrubbed")) >= runs + 2, "scrubbed")
+            runs = len(encoded.events.of("scrubbed"))
+            until(lambda runs=runs: len(encoded.events.of("scrubbed")) >= runs + 2, "scrubbed")
         assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
-        assert len(covered.events.of("corrupt")) == blocks * 2
+        assert len(encoded.events.of("corrupt")) == blocks * 2
 
     @pytest.mark.parametrize(("damage", "at"), [("header", 20), ("record", HEADER_BYTES + 10), ("file", None)])
     def test_parity_that_nobody_could_read_is_written_anew(
-        self, node: Node, covered: Smp, damage: str, at: int | None
+        self, node: Node, encoded: Smp, damage: str, at: int | None
     ) -> None:
         node.protected(7)
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
@@ -631,19 +631,19 @@ class TestScrub:
             with path.open("r+b") as raw:
                 raw.seek(at)
                 raw.write(b"\xa5")
-        covered.start()
-        until(lambda: len(covered.events.of("covered")) == 2, "covered again")
+        encoded.start()
+        until(lambda: len(encoded.events.of("covered")) == 2, "encoded again")
         assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
-        assert [event["what"] for event in covered.events.of("corrupt")] == ([] if at is None else [[damage]])
-        assert [event["reason"] for event in covered.events.of("not_covered")] == [
+        assert [event["what"] for event in encoded.events.of("corrupt")] == ([] if at is None else [[damage]])
+        assert [event["reason"] for event in encoded.events.of("not_covered")] == [
             "a package or a parity file is gone"
         ]
 
-    def test_a_bad_package_is_packed_again(self, node: Node, covered: Smp) -> None:
+    def test_a_bad_package_is_packed_again(self, node: Node, encoded: Smp) -> None:
         path = next(mirror_dir(node.dir).glob("dp1.*"))
         data = bytearray(path.read_bytes())
         data[200] ^= 1
         path.write_bytes(data)
-        covered.start()
-        until(lambda: covered.events.of("repaired"), "repaired")
+        encoded.start()
+        until(lambda: encoded.events.of("repaired"), "repaired")
         assert node.packages(7) == ["dp0", "dp1", "dp2"] and node.encoded(7)

@@ -127,7 +127,7 @@ class Node:
         return found
 
     def encoded(self, iteration: int) -> bool:
-        return self.states(iteration) == [CheckState.COVERED] * len(self.arenas)
+        return self.states(iteration) == [CheckState.ENCODED] * len(self.arenas)
 
     def checked(self, iteration: int) -> bool:
         states = self.states(iteration)
@@ -233,7 +233,7 @@ class Smp:
         self.node.target(iteration)
         if self._thread is None:
             self.start()
-        until(lambda: self.node.encoded(iteration), "covered")
+        until(lambda: self.node.encoded(iteration), "encoded")
 
     def settle(self, looks: int = 4) -> None:
         """Until it has looked so many times more, and found nothing to do: what it has not done it will not do."""

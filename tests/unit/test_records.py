@@ -124,10 +124,10 @@ def opened_checks(path: Path, writable: bool) -> Checks:
     return Checks(path, 2, CHUNKS, MANIFEST.digest, writable)
 
 
-def check(file: Checks, slot: int, snapshot: SnapshotId, covered: bool = False, gap: float = 0.25) -> None:
+def check(file: Checks, slot: int, snapshot: SnapshotId, encoded: bool = False, gap: float = 0.25) -> None:
     file.store_checked(slot, (snapshot, 10 * snapshot.iteration), np.array(hashes_of(snapshot), np.uint64), gap)
-    if covered:
-        file.store_covered(slot, (snapshot, 10 * snapshot.iteration))
+    if encoded:
+        file.store_encoded(slot, (snapshot, 10 * snapshot.iteration))
 
 
 def changing_checks(act: Callable[[Checks], None]) -> Callable[[Path], None]:
@@ -141,7 +141,7 @@ def changing_checks(act: Callable[[Checks], None]) -> Callable[[Path], None]:
 def make_checks(path: Path) -> None:
     made = Checks.create_or_open(path.parent, 2, CHUNKS, MANIFEST.digest, writable=True)
     with closing(made) as file:
-        check(file, 0, OLD, covered=True)
+        check(file, 0, OLD, encoded=True)
         check(file, 1, OTHER)
     made.path.rename(path)
 
@@ -153,8 +153,8 @@ def read_checks(path: Path) -> Claims:
         for slot, told in found.items():
             if told is not None:
                 claims[f"slot {slot}"] = (told.seal_id, told.gap_secs, told.chunk_hashes.tolist())
-                if told.state == checks.CheckState.COVERED:
-                    claims[f"slot {slot} covered"] = told.seal_id
+                if told.state == checks.CheckState.ENCODED:
+                    claims[f"slot {slot} encoded"] = told.seal_id
         return claims
 
 
@@ -164,10 +164,10 @@ CHECKS = Kind(
     read_checks,
     {
         "checked": changing_checks(lambda file: check(file, 0, NEW)),
-        "covered": changing_checks(lambda file: file.store_covered(1, (OTHER, 20))),
-        "both": changing_checks(lambda file: check(file, 0, NEW, covered=True)),
+        "encoded": changing_checks(lambda file: file.store_encoded(1, (OTHER, 20))),
+        "both": changing_checks(lambda file: check(file, 0, NEW, encoded=True)),
         "clear": changing_checks(lambda file: file.clear(0)),
-        "covered is taken back": changing_checks(lambda file: file.uncover(0)),
+        "encoded is revoked": changing_checks(lambda file: file.drop_encoded(0)),
     },
 )
 
