@@ -94,7 +94,7 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
 
     def stand(shard: ShardImage, *rest: Any) -> Iterator[memoryview]:
         for piece in pieces_of(shard, *rest):
-            if shard.image.manifest.shard == "dp3" and not go_on.is_set():
+            if shard.image.manifest.shard == "dp3" and not standing.is_set():
                 standing.set()
                 go_on.wait(20)
             yield piece
