@@ -38,10 +38,8 @@ from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
-from tests.support.s3_server import BUCKET, S3Server
 from tests.support.smps import start_smps
-from tests.support.stored import committed
-from tests.support.swift import swift
+from tests.support.storages import BUCKET, S3Server, committed, swift
 from tests.support.tiers import by_default
 from tests.support.waiting import meet, until
 

@@ -27,8 +27,8 @@ from ftckpt.smp.client import SmpClient, Watch
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import VERSION
-from tests.support.interpreters import python
 from tests.support.killing import killed_at
+from tests.support.processes import python
 from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
 from tests.support.waiting import until
 

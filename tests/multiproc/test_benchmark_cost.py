@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import cost
 from benchmarks.cost import DEFAULT, NOISE, OFF
-from tests.support.interpreters import python
+from tests.support.processes import python
 
 pytestmark = pytest.mark.multiproc
 

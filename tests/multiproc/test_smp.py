@@ -29,8 +29,8 @@ from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
 from tests.support.arenas import Rank, ranks
 from tests.support.errors import raises
-from tests.support.interpreters import python
 from tests.support.mounting import leave_free, tmpfs
+from tests.support.processes import python
 from tests.support.repository import ROOT as REPOSITORY
 from tests.support.smps import JOB, NODE, SECRET, SmpSite, answers, lives_on, send, site_at
 from tests.support.waiting import until

@@ -24,7 +24,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import lacks
 from tests.support.flips import flip
-from tests.support.golden import is_golden
+from tests.support.repository import is_golden
 from tests.support.smp_nodes import fill
 
 REPOSITORY = Path(__file__).parents[2]

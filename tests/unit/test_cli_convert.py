@@ -31,8 +31,8 @@ from ftckpt.universal.safetensors import WeightsReader, WeightsWriter
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from ftckpt.universal.verification import verify
 from tests.support.errors import lacks, raises
-from tests.support.golden import is_golden
 from tests.support.pool import run_ranks
+from tests.support.repository import is_golden
 
 TENSORS = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
 

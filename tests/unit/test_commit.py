@@ -29,11 +29,9 @@ from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import remove
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
-from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
-from tests.support.s3_server import S3Server
-from tests.support.stored import committed
+from tests.support.storages import SERVERS, S3Server, committed, in_bucket, servers
 from tests.support.tiers import by_default
 
 OLD, NEW, LATER = (bytes([number] * 16) for number in (10, 11, 12))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.errors import lacks, raises
-from tests.support.faults import PLAN_VAR, POINTS, Fault, dumps, install, loads, plan_from_env, remove
+from tests.support.faults import POINTS, Fault, dumps, install, loads
 from tests.support.pool import RankResult, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -62,63 +61,8 @@ def test_every_point_is_reached_once_in_the_order_of_an_iteration(arena_root: Pa
     assert times["begin"] <= times["between"]
 
 
-def test_killed_while_a_slot_is_written_and_while_newer_ones_are_voided(arena_root: Path, tmp_path: Path) -> None:
-    copying = Fault(0, 3, "copy", tmp_path / "copy", "kill")
-    # Rank 1 has time to seal snapshot 3, which rank 0 never finishes: the restart has to void it.
-    waiting = Fault(1, 4, "forward", tmp_path / "wait", "stall", secs=0.5)
-    voiding = Fault(0, 2, "void", tmp_path / "void", "kill")
-    plan = [copying, waiting, voiding]
-    results = attempt(2, plan, arena_root, tmp_path / "log")
-    assert results[0].exitcode == -signal.SIGKILL and copying.fired(0) and not copying.fired(1)
-    assert waiting.fired(1) and not voiding.fired(0)
-    results = attempt(2, plan, arena_root, tmp_path / "log")
-    assert results[0].exitcode == -signal.SIGKILL and voiding.fired(0)
-    results = attempt(2, plan, arena_root, tmp_path / "log")
-    assert [result.ok for result in results] == [True, True]
-    assert logged(tmp_path / "log") == [1, 2, 3, 3, 4]
-
-
 def test_all_ranks_die_together(arena_root: Path, tmp_path: Path) -> None:
     fault = Fault("all", 2, "before_step", tmp_path / "all", "kill", secs=20)
     results = attempt(2, [fault], arena_root, tmp_path / "log")
     assert [result.exitcode for result in results] == [-signal.SIGKILL] * 2
     assert fault.fired(0) and fault.fired(1)
-
-
-def test_raise_names_the_point(arena_root: Path, tmp_path: Path) -> None:
-    fault = Fault(0, 1, "boundary", tmp_path / "raise", "raise")
-    [result] = attempt(1, [fault], arena_root, tmp_path / "log")
-    assert result.error is not None and not lacks(result.error, "FaultInjected", "0", "1")
-    assert fault.fired(0)
-
-
-def test_plans_survive_json(tmp_path: Path) -> None:
-    plan = [
-        Fault("all", 3, "copy", tmp_path / "a", "kill", ordinal=2, secs=1.5),
-        Fault(1, 1, "load", tmp_path / "b", "raise"),
-    ]
-    assert loads(dumps(plan)) == plan
-    (tmp_path / "plan").write_text(dumps(plan))
-    assert plan_from_env({PLAN_VAR: str(tmp_path / "plan")}) == plan
-    assert plan_from_env({}) == []
-
-
-def test_unknown_points_and_actions_are_refused(tmp_path: Path) -> None:
-    with raises(ValueError, "teatime"):
-        Fault(0, 1, "teatime", tmp_path / "x", "kill")
-    with raises(ValueError, "sleep"):
-        Fault(0, 1, "copy", tmp_path / "x", "sleep")  # type: ignore[arg-type]
-
-
-def test_remove_puts_everything_back(tmp_path: Path) -> None:
-    from ftckpt.capture import copier, device_copier
-    from ftckpt.memory.control_block import ControlBlock
-
-    def current() -> list[object]:
-        return [ControlBlock.begin, *(vars(module)["copy_chunk"] for module in (copier, device_copier))]
-
-    before = current()
-    install([Fault(0, 1, point, tmp_path / point, "kill") for point in ("begin", "copy")], 0)
-    assert all(new is not old for new, old in zip(current(), before, strict=True))
-    remove()
-    assert current() == before

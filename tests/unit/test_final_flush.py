@@ -28,7 +28,7 @@ from ftckpt.smp.requests import PersistRequest
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe, fill
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.waiting import until
 
 

@@ -32,7 +32,7 @@ from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
 from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("as_flags")

@@ -22,9 +22,9 @@ from ftckpt.frameworks.versions import TESTED
 from ftckpt.megatron import callbacks
 from tests.support import patch_files
 from tests.support.errors import lacks
-from tests.support.interpreters import run_python
 from tests.support.patch_files import NAMES, PATCHES
-from tests.support.recorder import Recorder
+from tests.support.plain import Recorder
+from tests.support.processes import run_python
 
 IMPORT = "from ftckpt.megatron import callbacks as ftckpt"
 LINES = {

@@ -25,10 +25,8 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.restore.storage_catalog import _hold, _read
 from tests.support.errors import lacks, raises
-from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen
-from tests.support.stored import committed
-from tests.support.swift import swift
+from tests.support.storages import BUCKET, committed, swift
 from tests.support.tiers import by_default
 
 

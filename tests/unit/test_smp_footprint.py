@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ftckpt.smp.footprint import load_description, store_description
-from tests.support.interpreters import run_python
+from tests.support.processes import run_python
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process

@@ -23,12 +23,10 @@ from ftckpt.persist.backend import open_storage
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.storage import Storage
-from tests.support.buckets import KEEPS, REFUSES, SERVERS, TAKES, in_bucket, servers
 from tests.support.errors import raises
-from tests.support.killing import killed_at
+from tests.support.killing import fails_with, killed_at
 from tests.support.mounting import tmpfs
-from tests.support.s3_server import BUCKET, S3Server
-from tests.support.syscalls import fails_with
+from tests.support.storages import BUCKET, REFUSES, SERVERS, S3Server, in_bucket, servers
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -131,8 +129,7 @@ def test_of_all_who_create_one_name_one_does(storage: Storage, request: pytest.F
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(create, range(8)))
     # Swift either refuses the condition, or keeps to it in most cases: then the last one wins.
-    is_swift = request.node.callspec.params["storage"] in (REFUSES, TAKES)
-    assert len(made) == 1 or (made and is_swift)
+    assert len(made) == 1 or (made and request.node.callspec.params["storage"] in SERVERS)
     assert storage.read("one/name")[0] in made and names(storage) == {"one/name": 1}
     assert not storage.create("one/name", b"later") and storage.read("one/name")[0] in made
 
@@ -161,9 +158,8 @@ def test_what_is_not_there_is_said(storage: Storage) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [REFUSES, KEEPS])
-def test_what_was_written_outlives_the_server(server_that: Callable[[str], S3Server], kind: str) -> None:
-    server = server_that(kind)
+def test_what_was_written_outlives_the_server(server_that: Callable[[str], S3Server]) -> None:
+    server = server_that(REFUSES)
     storage = in_bucket(server)
     storage.write("large", [bytes(33 << 20)] * 2)
     server.crash()
