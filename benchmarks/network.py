@@ -147,17 +147,17 @@ def _exchange(sock: socket.socket, nbytes: int) -> float:
 
 def smp(node_dir: str, described: str, host: str) -> None:
     """The SMP of one node, until its input ends; prints what it has moved and learnt."""
-    duties = TaskQueue(Path(node_dir), Seen())
-    server = Server({}, find=duties.service.find, events=Seen())
+    tasks = TaskQueue(Path(node_dir), Seen())
+    server = Server({}, find=tasks.service.find, events=Seen())
     server.listen(host, Trust(bytes.fromhex(SECRET)), PORT)
-    duties.configure(json.loads(Path(described).read_text()))
+    tasks.configure(json.loads(Path(described).read_text()))
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     while not over.is_set():
-        if not duties.step(time.monotonic() + 0.05):
+        if not tasks.step(time.monotonic() + 0.05):
             time.sleep(0.005)
-    profile = duties._traffic.profile
-    told = {"received_bytes": duties.status()["received_bytes"], "idle": None if profile is None else profile.idle}
+    profile = tasks.traffic.profile
+    told = {"received_bytes": tasks.status()["received_bytes"], "idle": None if profile is None else profile.idle}
     print(json.dumps(told), flush=True)
     os._exit(0)
 
@@ -210,7 +210,7 @@ def _protect(nodes: Sequence[Node], trainers: Sequence[subprocess.Popen[str]]) -
         for node in nodes:
             node.snapshot(number % 3, number)
             node.target(number)
-        while not all(node.covered(number) for node in nodes):
+        while not all(node.encoded(number) for node in nodes):
             if any(one.poll() is not None for one in trainers):
                 return number - 1
             time.sleep(0.02)

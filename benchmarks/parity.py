@@ -4,7 +4,7 @@ All rates are of one core, over the chunks of a real slot in a tmpfs, in the sam
 repeat runs each of them once, in another order. A limit is what numpy does with as many arrays and nothing else.
 Rates count the bytes of state that go in (of a copy: the bytes copied; of XOR's limit: both inputs).
 
-At last the duties of a real SMP check and cover snapshots of a node of four ranks: what protection takes in all.
+At last the tasks of a real SMP check and encode snapshots of a node of four ranks: what protection takes in all.
 
 Times are CPU times of the thread, of the SMP those of the process, system time included: a busy machine takes turns
 away, which is no cost of ours.
@@ -147,7 +147,7 @@ class Bench:
         checked = self.guarded.find(SNAPSHOT)
         assert checked is not None
         sources: Any = SimpleNamespace(pace=Throttle(bool, bool))
-        feed: Any = SimpleNamespace(next=lambda _: given(self.guarded, checked, MEMBERS - losses))
+        feed: Any = SimpleNamespace(next=lambda _: given(checked, MEMBERS - losses))
         block = self.file.block(0)
         self.file.begin(SNAPSHOT)
         self.file.put(0, block, run(make_block(sources, feed, group, self.stripe, row=row, out=block)))
@@ -174,9 +174,9 @@ class Bench:
         }
 
 
-def given(arena: MonitoredArena, checked: CheckedSlot, chunks: int) -> Work[list[Chunk | None]]:
+def given(checked: CheckedSlot, chunks: int) -> Work[list[Chunk | None]]:
     """The first chunks of a slot, as a feed gives them."""
-    return [LocalChunk(arena, checked, chunk) for chunk in range(chunks)]
+    return [LocalChunk(checked, chunk) for chunk in range(chunks)]
     yield  # a generator, as all work
 
 
@@ -213,7 +213,7 @@ def measure(actions: Mapping[str, tuple[int, Callable[[], Any]]], repeats: int) 
 
 
 def smp_cases(folder: Path, mib: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Core seconds per GiB that the duties of an SMP take for one snapshot: of the check, and of all that follows.
+    """Core seconds per GiB that the tasks of an SMP take for one snapshot: of the check, and of all that follows.
 
     A snapshot is checked before it is a target, so that both are told apart. The first two write new parity files,
     whose pages the kernel clears; the next ones use these again.
@@ -223,15 +223,15 @@ def smp_cases(folder: Path, mib: int, repeats: int) -> dict[str, dict[str, float
     with ExitStack() as stack:
         node = Node(folder, "n0", ranks, SMP_RANKS, chunks=SMP_CHUNKS, slots=SMP_SLOTS, chunk_bytes=mib << 20)
         stack.callback(node.close)
-        duties = stack.enter_context(closing(TaskQueue(node.dir, Events(None, -1))))
-        duties.configure(describe(node, [node], Modes(node=True), {}))
-        duties.trains = False  # so that the check comes before the snapshot is a target
+        tasks = stack.enter_context(closing(TaskQueue(node.dir, Events(None, -1))))
+        tasks.configure(describe(node, [node], Modes(node=True), {}))
+        tasks.trains = False  # so that the check comes before the snapshot is a target
         state_gib = sum(span.nbytes for arena in node.arenas for span in arena.image.chunks) / (1 << 30)
 
         def core_secs(done: Callable[[], bool]) -> float:
             begin = time.process_time()
             while not done():
-                if not duties.step(time.monotonic() + 0.05):
+                if not tasks.step(time.monotonic() + 0.05):
                     time.sleep(0.005)  # as the daemon, which looks at its socket meanwhile
             return (time.process_time() - begin) / state_gib
 
@@ -239,7 +239,7 @@ def smp_cases(folder: Path, mib: int, repeats: int) -> dict[str, dict[str, float
             node.snapshot(iteration % SMP_SLOTS, iteration)
             check = core_secs(lambda: node.checked(iteration))  # noqa: B023
             node.target(iteration)
-            cover = core_secs(lambda: node.covered(iteration))  # noqa: B023
+            cover = core_secs(lambda: node.encoded(iteration))  # noqa: B023
             node.protected(iteration)
             if iteration < 2:
                 secs["cover, new parity files"].append(cover)

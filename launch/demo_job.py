@@ -494,7 +494,7 @@ class Watch:
         """Whether the SMP of ``node`` works on a snapshot, or has not even the time to answer."""
         client = SmpClient(job_node_path(ARENA, self._job, node), ARENA, self._job, node)
         try:
-            return bool(client.status(_ANSWER_SECS)["duties"]["covering"])
+            return bool(client.status(_ANSWER_SECS)["tasks"]["encoding"])
         except FtckptError:
             return True
 
