@@ -90,7 +90,8 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError("attach: this trainer is attached already")
         callback = cls(trainer, config)
         trainer.add_callback(callback)
-        for name, method in zip(_METHODS, (callback._epoch, callback._rng, callback._after_step), strict=True):
+        overrides: list[Callable[..., None]] = [callback._epoch, callback._rng, callback._after_step]
+        for name, method in zip(_METHODS, overrides, strict=True):
             setattr(trainer, name, partial(method, getattr(trainer, name)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -133,11 +134,12 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         if given["epoch"] < first:
             return
         if self._restored_step and given["epoch"] == first:
-            trained = 0 if self._trainer.args.ignore_data_skip else steps * self._trainer.args.gradient_accumulation_steps
+            args = self._trainer.args
+            batches = 0 if args.ignore_data_skip else steps * args.gradient_accumulation_steps
             given |= {
                 "resume_from_checkpoint": _RESTORED,
                 "epochs_trained": first,
-                "steps_trained_in_current_epoch": trained,
+                "steps_trained_in_current_epoch": batches,
             }
         run(**given)
 
