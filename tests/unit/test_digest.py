@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.training_state import Description, Piece
 from tests.support.arenas import ThreadGroup
-from tests.support.digest import Digest, Digester
+from tests.support.elements import Digest, Digester
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}
 Tensors = dict[str, tuple[str, np.ndarray]]
@@ -115,10 +113,3 @@ def test_padding_and_what_belongs_to_a_rank_do_not_count() -> None:
     found = [digests([Description((p,), (whole_piece("local/x", values),), frozenset({key}))], 10) for p in padded]
     assert found[0] == found[1] and found[0][key][0] == 30 and list(found[0]) == [key]
     assert digests([Description((padded[0],), ())])[key][0] == 36
-
-
-def test_two_shapes_of_one_tensor_are_refused() -> None:
-    ranks = [Description((whole_piece("weight/a", np.zeros((count, 2))),), ()) for count in (2, 3)]
-    told = [json.dumps([p.fragment.to_json() for p in rank.stepped]).encode() for rank in ranks]
-    with pytest.raises(ValueError, match="weight/a"):
-        Digester(ranks[0], lambda _: told, 0)
