@@ -1,4 +1,4 @@
-"""Snapshots on storage made into what others load, by processes of SMPs: real duties, real conversions, kills."""
+"""Snapshots on storage made into what others load, by processes of SMPs: real tasks, real conversions, kills."""
 
 from __future__ import annotations
 
