@@ -14,13 +14,13 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 from tests.support import pool_child
 
@@ -64,20 +64,6 @@ class RankFailure(AssertionError):
         self.results = list(results)
 
 
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _start_server() -> None:
     global _server_started
     if _server_started:
@@ -85,7 +71,7 @@ def _start_server() -> None:
     root = str(Path(__file__).resolve().parents[2])
     search_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD])
-    with _environment({**_SERVER_ENV, "PYTHONPATH": search_path}):
+    with patch.dict(os.environ, {**_SERVER_ENV, "PYTHONPATH": search_path}):
         forkserver.ensure_running()
     _server_started = True
 
@@ -103,10 +89,6 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
-
-    @property
-    def world_size(self) -> int:
-        return len(self._processes)
 
     def alive(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.is_alive()]
@@ -140,7 +122,12 @@ class RankGroup:
 
     def results(self) -> list[RankResult]:
         """What is known now; `exitcode` None is a rank that still runs."""
-        return [self._result(rank) for rank in range(self.world_size)]
+        found = []
+        for rank, process in enumerate(self._processes):
+            kind, content = self._messages.get(rank, ("", None))
+            value, error = (content if kind == name else None for name in ("value", "error"))
+            found.append(RankResult(rank, process.exitcode, value, error))
+        return found
 
     def close(self) -> None:
         """Kills the ranks that still run and removes the temporary folder."""
@@ -158,16 +145,8 @@ class RankGroup:
     def __enter__(self) -> RankGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _result(self, rank: int) -> RankResult:
-        kind, content = self._messages.get(rank, ("", None))
-        value = content if kind == "value" else None
-        error = content if kind == "error" else None
-        return RankResult(rank, self._processes[rank].exitcode, value, error)
 
     def _collect(self, timeout_secs: float) -> None:
         """Reads what ranks have sent, one message each, so that none of them blocks on a full pipe."""
