@@ -165,35 +165,16 @@ class RankGroup:
                 del self._open[rank]
 
 
-def spawn_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    env: dict[str, str] | None = None,
-    init_process_group: bool = True,
-    stand_in: bool = True,
-    on_device: bool = False,
-    backend: str = "gloo",
-    pg_timeout_secs: float = 60.0,
-) -> RankGroup:
+def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> RankGroup:
     """Starts `fn(rank, world_size, *args)` on `world_size` ranks; `fn` is a function of a module.
 
-    Each rank has one torch thread, RANK, WORLD_SIZE, LOCAL_RANK and `env` in its environment, the CPU
-    stand-in for CUDA (unless `stand_in` is False), or with `on_device` a part in the first real one, and a
-    default process group of `backend`.
+    Each rank has one torch thread, and RANK, WORLD_SIZE and LOCAL_RANK in its environment; `options` are fields of
+    `pool_child.Settings`.
     """
     _start_server()
     context = multiprocessing.get_context("forkserver")
     folder = Path(tempfile.mkdtemp(prefix="ftckpt-ranks-"))
-    settings = pool_child.Settings(
-        world_size=world_size,
-        store_path=str(folder / "store") if init_process_group else None,
-        env=dict(env or {}),
-        stand_in=stand_in and not on_device,
-        on_device=on_device,
-        backend=backend,
-        pg_timeout_secs=pg_timeout_secs,
-    )
+    settings = pool_child.Settings(world_size, str(folder / "store"), **options)
     processes, pipes = [], []
     try:
         for rank in range(world_size):
