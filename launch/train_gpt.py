@@ -370,7 +370,7 @@ def make_digester(job: Job) -> Any:
     from ftckpt.megatron.state import MegatronState
 
     try:
-        from tests.support.digest import Digester
+        from tests.support.elements import Digester
     except ModuleNotFoundError:
         raise SystemExit("--log-digest: only a checkout of ftckpt can make it") from None
 

@@ -14,8 +14,7 @@ import pytest
 from ftckpt.memory.arena import Arena
 from tests.support import ds_jobs, jobs
 from tests.support.arenas import check_all
-from tests.support.fault_rows import KILLS
-from tests.support.faults import Fault
+from tests.support.faults import KILLS, Fault
 from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]

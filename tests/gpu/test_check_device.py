@@ -43,11 +43,6 @@ def test_a_driver_that_refuses_to_pin_is_told(fake: FakeDevice, bench: Bench) ->
     assert "bytes_per_sec" not in found.figures, "of what was not done there is no rate"
 
 
-def test_a_driver_that_pins_passes(bench: Bench) -> None:
-    found = check_device._registered(bench)
-    assert found.state == PASSED and found.figures["bytes_per_sec"] > 0
-
-
 @pytest.mark.parametrize("batches", [True, False])
 def test_copies_go_by_calls_of_many_where_there_are_such(
     monkeypatch: pytest.MonkeyPatch, arena_root: Path, batches: bool

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.support.repository import ROOT
@@ -52,8 +51,7 @@ class Processes:
 
     def left(self, node: str = "") -> list[int]:
         """Process ids of agents, workers and SMPs that still run, of one node if it is named."""
-        wanted = {f"{_TOKEN_VAR}={self._token}"} | ({f"{NODE_VAR}={node}"} if node else set())
-        return [pid for pid in running() if wanted <= environment(pid)]
+        return started_with(f"{_TOKEN_VAR}={self._token}", *([f"{NODE_VAR}={node}"] if node else []))
 
     def lose(self, node: str) -> list[int]:
         """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
@@ -93,9 +91,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -112,6 +108,11 @@ def running() -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         if is_running(int(entry.name)):
             yield int(entry.name)
+
+
+def started_with(*variables: str) -> list[int]:
+    """Processes that run and have all of these in their environment, each with its value."""
+    return [pid for pid in running() if {*variables} <= environment(pid)]
 
 
 def environment(pid: int) -> set[str]:
