@@ -211,5 +211,5 @@ def test_the_page_is_made_of_the_table() -> None:
 
 def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     Events(None, 3).emit("storage_fails", iteration=7, error="full")
-    assert not lacks(caplog.text, "storage_fails", "7", "error")
+    assert not lacks(caplog.text, "storage_fails", "7", "error") and ADVICE["storage_fails"] in caplog.text
     assert ADVICE.keys() <= {name for name, kind in EVENTS.items() if kind.loud}
