@@ -334,7 +334,7 @@ def test_a_snapshot_comes_further_step_by_step(arena: Arena) -> None:
     assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)
     assert check is not None and check.gap_secs == 0.5
     assert found is not None and found.tolist() == hashes.tolist()
-    checks.store_covered(0, named(arena, 0))
+    checks.store_encoded(0, named(arena, 0))
     assert arena.state(0) == SlotState.CHECKED, "this node alone has done its part"
     arena.control.mark_protected(SnapshotId(LINEAGE, 2))
     assert arena.state(0) == SlotState.CHECKED
@@ -355,7 +355,7 @@ def test_checks_of_a_slots_earlier_snapshot_do_not_count(arena: Arena, lineage: 
     fill(arena, 0, 3, hashed=False)
     checks = checks_of(arena)
     checks.store_checked(0, named(arena, 0), taken(arena, 0), 0.5)
-    checks.store_covered(0, named(arena, 0))
+    checks.store_encoded(0, named(arena, 0))
     arena.control.mark_protected(SnapshotId(LINEAGE, 3))
     assert arena.state(0) == SlotState.PROTECTED
     arena.control.void(0)

@@ -13,7 +13,7 @@ from ftckpt.frameworks.extra_state import ExtraState, scaling_states
 from ftckpt.torch.state import PlainState
 from tests.support import te
 from tests.support.errors import raises
-from tests.support.te import fp8, modules
+from tests.support.te import modules
 
 
 class Keeper(torch.nn.Module):
@@ -36,14 +36,14 @@ def multiply() -> modules.Linear:
 @pytest.fixture(params=te.RELEASES)
 def _release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(te, "release", request.param)
-    monkeypatch.setattr(fp8.FP8GlobalStateManager, "buffers", {})
+    monkeypatch.setattr(modules.FP8GlobalStateManager, "buffers", {})
 
 
 @pytest.mark.usefixtures("_release")
 def test_modules_of_transformer_engine_that_keep_nothing_are_accepted() -> None:
     norm = modules.LayerNorm(16, 1e-5, torch.float32)
     linear, scaled_now = multiply(), multiply()
-    with fp8.fp8_autocast(fp8_recipe=fp8.Float8CurrentScaling()):
+    with modules.fp8_autocast(fp8_recipe=modules.Float8CurrentScaling()):
         scaled_now(torch.ones(2, 16))
     # Before 2.4 all of these give something, after it the last one still does, up to 2.17.
     assert (linear.get_extra_state().numel() > 0) == (te.release == "2.2") == (norm.get_extra_state().numel() > 0)
@@ -59,7 +59,7 @@ def test_delayed_scaling_is_refused_where_it_cannot_be_saved_once_it_is_there() 
     state = PlainState(linear, optimizer, None, {})
     state.describe()
     state.save_objects()  # at the start of training
-    with fp8.fp8_autocast():
+    with modules.fp8_autocast():
         linear(torch.ones(2, 16)).sum().backward()
     for _ in range(3):  # no boundary after it may pass
         with raises(UnsupportedError):

@@ -11,15 +11,14 @@ import torch
 from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers
 from ftckpt.universal.megatron.common import hyperparameters
-from tests.support import apex
 from tests.support.errors import raises
-from tests.support.te.optimizers import FusedAdam
+from tests.support.te.fused_adam import ApexFusedAdam, FusedAdam
 
 KINDS: dict[str, Any] = {
     "te": FusedAdam,
     "te-masters": lambda parameters: FusedAdam(parameters, master_weights=True),
     "te-remainders": lambda parameters: FusedAdam(parameters, master_weights=True, store_param_remainders=True),
-    "apex": apex.FusedAdam,
+    "apex": ApexFusedAdam,
 }
 
 
@@ -51,7 +50,7 @@ def test_state_made_ahead_is_that_of_the_first_step(kind: str) -> None:
 @pytest.mark.parametrize("setting", ["capturable", "master_weights", "exp_avg_dtype", "exp_avg_sq_dtype"])
 def test_what_keeps_more_than_its_state_is_refused_by_the_setting(setting: str) -> None:
     values = {"capturable": True, "master_weights": True}
-    kind: Any = apex.FusedAdam if setting in values else FusedAdam
+    kind: Any = ApexFusedAdam if setting in values else FusedAdam
     optimizer = kind([torch.nn.Parameter(torch.ones(2))], **{setting: values.get(setting, torch.bfloat16)})
     with raises(UnsupportedError, setting):
         optimizers.materialise(optimizer)

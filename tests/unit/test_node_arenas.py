@@ -21,7 +21,7 @@ from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
 from tests.support.errors import raises
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192

@@ -33,8 +33,8 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import raises
-from tests.support.interpreters import running
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with
+from tests.support.processes import running_python
 
 WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 RNG = Fragment.whole("rng", "U8", (9000,), Box((0,), (9000,)))
@@ -197,7 +197,7 @@ def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp
     (tmp_path / "new").write_bytes(changed(objects=b"later"))
     for round_ in range(5):
         path = store(node_dir, hand_made().encode())
-        with running(STORE, node_dir, tmp_path / "new"):
+        with running_python(STORE, node_dir, tmp_path / "new"):
             time.sleep(0.001 * round_)  # any instant
         assert load(path).objects in (b"objects", b"later")
         assert len(list_packages(node_dir)) == 1

@@ -19,8 +19,8 @@ from ftckpt.memory.parity_file import ParityFile, parity_bytes, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import Member, ParityGroup
 from ftckpt.parity.stripes import block_length, num_blocks
-from tests.support.interpreters import running
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with
+from tests.support.processes import running_python
 
 OLD, NEW = b"o" * 16, b"n" * 16
 
@@ -124,7 +124,7 @@ while True:
 def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path, file: ParityFile) -> None:
     write(file, OLD, 1)
     for round_ in range(5):
-        with running(WRITE, path):
+        with running_python(WRITE, path):
             time.sleep(0.0007 * round_)  # any instant
         found = file.snapshot()
         if found is not None:

@@ -20,9 +20,9 @@ from ftckpt.config import Config
 from ftckpt.megatron import callbacks
 from tests.support import patch_files
 from tests.support.errors import lacks
-from tests.support.interpreters import run_python
 from tests.support.patch_files import NAMES, PATCHES
-from tests.support.recorder import Recorder
+from tests.support.plain import Recorder
+from tests.support.processes import run_python
 
 IMPORT = "from ftckpt.megatron import callbacks as ftckpt"
 LINES = {"add_flags", "start", "restore", "set_rng", "log_sums", "boundary", "listen", "fence", "close"}

@@ -6,14 +6,14 @@ import errno
 
 import pytest
 
-from tests.support.interpreters import run_python
-from tests.support.syscalls import PIDFD_OPEN, PIDFD_SEND_SIGNAL
+from tests.support.killing import PIDFD_OPEN, PIDFD_SEND_SIGNAL
+from tests.support.processes import run_python
 
 WITHOUT = """
 import atexit, logging, os, signal, subprocess, sys, time
 from ftckpt.memory.page import owner_word
 from ftckpt.memory.process import Process
-from tests.support.syscalls import forbid
+from tests.support.killing import forbid
 logging.basicConfig(level=logging.INFO)
 forbid(*map(int, sys.argv[1:]))
 sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(100)"],
@@ -37,7 +37,7 @@ process.close()
 REUSED = """
 import errno, os, signal, subprocess, sys
 from ftckpt.memory.process import Process
-from tests.support.syscalls import PIDFD_OPEN, forbid
+from tests.support.killing import PIDFD_OPEN, forbid
 forbid(errno.ENOSYS, PIDFD_OPEN)
 process = Process.open(os.getpid())
 process._owner += 1 << 22  # as if it had ended, and its pid were this process's now

@@ -29,8 +29,7 @@ from ftckpt.universal.storage import Destination, map_file
 from ftckpt.universal.universal_format import MANIFEST_NAME, OBJECTS_NAME, UniversalReader, UniversalWriter
 from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.killing import replace_call
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with, replace_call
 
 TENSORS = [
     Tensor("weight/embed", "BF16", (10, 6)),

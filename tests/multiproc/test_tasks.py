@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 
@@ -26,13 +25,10 @@ from ftckpt.memory.record import HEADER_BYTES
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
-from ftckpt.parity.stripes import stripes
 from ftckpt.smp import arenas as arenas_module
-from ftckpt.smp import encode
-from ftckpt.smp import task_queue as duties_module
-from ftckpt.smp.arenas import MonitoredArena
+from ftckpt.smp import encode, task_queue
 from ftckpt.smp.cpu_throttle import CoreShare
-from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, groups_of, parity_of
+from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -52,17 +48,6 @@ def smp(node: Node) -> Iterator[Smp]:
     with closing(Smp(node)) as made:
         made.configure(describe(node, [node], NODE, {}))
         yield made
-
-
-def test_work_waits_for_an_idle_core_but_not_for_ever(smp: Smp, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.task_queue.has_idle_core", lambda: False)
-    assert next(smp.duties._checker.pace.memory(1)) > 0
-    node.snapshot(0, 7)
-    node.target(7)
-    deadline = time.monotonic() + 30.0
-    while not node.covered(7):
-        assert time.monotonic() < deadline
-        smp.duties.step(time.monotonic() + 0.1)
 
 
 def iterations_of(smp: Smp, event: str) -> list[int]:
@@ -141,8 +126,8 @@ def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Nod
     assert [e["iteration"] for e in smp.events.of("checked") if e["shard"] == "dp0"] == [8]
 
 
-def test_a_target_is_covered_by_packages_and_node_parity(node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
+def test_a_target_is_encoded_as_packages_and_node_parity(node: Node, smp: Smp) -> None:
+    smp.encode(0, 7)
     assert check_parity([node], NODE, 7) > 5
     assert node.packages(7) == ["dp0", "dp1", "dp2"]
     for arena in node.arenas:
@@ -154,22 +139,10 @@ def test_a_target_is_covered_by_packages_and_node_parity(node: Node, smp: Smp) -
     assert covered["received_bytes"] == 0
 
 
-def test_nothing_is_covered_before_all_arenas_name_the_target(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    smp.start()
-    for arena in node.arenas[:2]:
-        arena.control.mark_target(SnapshotId(LINEAGE, 7))
-    until(lambda: node.checked(7), "checked")
-    smp.settle()
-    assert not mirror_dir(node.dir).exists() and smp.duties.status()["target"] is None
-    node.target(7)
-    until(lambda: node.covered(7), "covered")
-
-
 def test_the_parity_of_the_protected_snapshot_is_never_overwritten(node: Node, smp: Smp) -> None:
     smp.start()
     for iteration in range(1, 6):
-        smp.cover(iteration % 3, iteration)
+        smp.encode(iteration % 3, iteration)
         assert check_parity([node], NODE, iteration) > 5
         if iteration in (1, 4):
             node.protected(iteration)
@@ -185,25 +158,8 @@ def test_the_parity_of_the_protected_snapshot_is_never_overwritten(node: Node, s
     assert sorted(files) == ["parity.node.0", "parity.node.1"]
 
 
-def test_a_target_that_is_given_up_is_left_and_another_one_covered(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 1)
-    node.snapshot(1, 2)
-    smp.start()
-    until(lambda: node.checked(1) and node.checked(2), "checked")
-    slow = Heartbeat.open(node.dir, 0)
-    slow.tell_copying(True)
-    node.target(1)
-    until(lambda: smp.duties.status()["target"] is not None, "taken up")
-    node.target(-1)
-    until(lambda: smp.duties.status()["target"] is None, "given up")
-    node.target(2)
-    slow.tell_copying(False)
-    until(lambda: node.covered(2), "covered")
-    assert check_parity([node], NODE, 2) > 5 and not node.covered(1)
-
-
 def test_an_smp_that_starts_anew_uses_what_is_sealed(node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
+    smp.encode(0, 7)
     smp.pause()
     smp.end()
     paths = [*node.dir.glob("*/parity*"), *mirror_dir(node.dir).iterdir()]
@@ -212,13 +168,13 @@ def test_an_smp_that_starts_anew_uses_what_is_sealed(node: Node, smp: Smp) -> No
     again.configure(describe(node, [node], NODE, {}))
     again.start()
     again.settle()
-    assert node.covered(7) and {path: path.stat().st_mtime_ns for path in paths} == before
+    assert node.encoded(7) and {path: path.stat().st_mtime_ns for path in paths} == before
     assert again.events.of("covered") == [] and again.events.of("checked") == []
     again.close()
 
 
 def test_one_that_was_killed_half_way_does_only_the_rest(node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
+    smp.encode(0, 7)
     smp.pause()
     smp.end()
     # As a kill leaves it: one file half written, one package missing, nothing claimed.
@@ -229,16 +185,16 @@ def test_one_that_was_killed_half_way_does_only_the_rest(node: Node, smp: Smp) -
     before = kept.stat().st_mtime_ns
     again = Smp(node)
     again.configure(describe(node, [node], NODE, {}))
-    assert node.states(7) == [CheckState.CHECKED] * 3, "COVERED is taken back"
+    assert node.states(7) == [CheckState.CHECKED] * 3, "ENCODED is revoked"
     again.start()
-    until(lambda: node.covered(7), "covered again")
+    until(lambda: node.encoded(7), "encoded again")
     assert check_parity([node], NODE, 7) > 5 and node.packages(7) == ["dp0", "dp1", "dp2"]
     assert kept.stat().st_mtime_ns == before and len(again.events.of("covered")) == 1
     again.close()
 
 
-def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
+def test_other_groups_revoke_what_is_encoded(arena_root: Path, node: Node, smp: Smp) -> None:
+    smp.encode(0, 7)
     smp.pause()
     with closing(Node(arena_root, "n0", [3], 4)) as more:
         fill(more.arenas[0], 0, 7)
@@ -246,9 +202,9 @@ def test_other_groups_take_covered_back(arena_root: Path, node: Node, smp: Smp) 
         node.arenas[-1].control.mark_target(SnapshotId(LINEAGE, 7))
         node.protected(7)
         smp.configure(describe(node, [node], NODE, {}))
-        assert not any(state == CheckState.COVERED for state in node.states(7))
+        assert not any(state == CheckState.ENCODED for state in node.states(7))
         smp.start()
-        until(lambda: node.covered(7), "covered")
+        until(lambda: node.encoded(7), "encoded")
         assert check_parity([node], NODE, 7) > 5
 
 
@@ -264,24 +220,24 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: Smp, chunk: int, at: int) -> None:
     smp.start()
     for slot, iteration in enumerate((5, 6)):
-        smp.cover(slot, iteration)
+        smp.encode(slot, iteration)
         node.protected(iteration)
     node.snapshot(2, 7)
     until(lambda: node.checked(7), "checked")
     span = node.arenas[2].image.chunks[chunk]
     flip(node.arenas[2], 2, (span.begin if at >= 0 else span.end) + at)
     node.target(7)
-    until(lambda: smp.duties.cannot or node.covered(7), "cannot")
+    until(lambda: smp.tasks.cannot or node.encoded(7), "cannot")
     [event] = smp.events.of("not_covered")
-    assert f"chunk {chunk}" in event["reason"] and smp.duties.status()["state"] == "cannot"
+    assert f"chunk {chunk}" in event["reason"] and smp.tasks.status()["state"] == "cannot"
     assert node.states(7) == [CheckState.CHECKED] * 3
     for path in node.dir.glob("*/parity*"):
         with closing(ParityFile.open(path)) as file:
             # What was not finished claims nothing, neither of 7 nor of what was in the file before.
             assert file.snapshot() is None or all(map(file.verify, range(file.num_blocks)))
     assert check_parity([node], NODE, 6) > 5
-    smp.cover(0, 8)
-    assert smp.duties.cannot is None and smp.duties.status()["state"] == "working"
+    smp.encode(0, 8)
+    assert smp.tasks.cannot is None and smp.tasks.status()["state"] == "working"
     assert check_parity([node], NODE, 8) > 5
 
 
@@ -290,7 +246,7 @@ def test_a_chunk_that_goes_bad_while_it_is_read_makes_no_parity(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.snapshot(0, 7)
-    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.checked(7), "checked")
+    until(lambda: not smp.tasks.step(time.monotonic() + 0.1) and node.checked(7), "checked")
     steps = []
 
     def charge(nbytes: int) -> None:
@@ -298,9 +254,9 @@ def test_a_chunk_that_goes_bad_while_it_is_read_makes_no_parity(
         if len(steps) == len(node.arenas) + 2:  # behind the packages: the second step of the first stripe
             flip(node.arenas[2], 0, node.arenas[2].image.chunks[0].end - 1)
 
-    monkeypatch.setattr(smp.duties._pace.read, "charge", charge)
+    monkeypatch.setattr(smp.tasks.service.pace.read, "charge", charge)
     node.target(7)
-    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and (smp.duties.cannot or node.covered(7)), "cannot")
+    until(lambda: not smp.tasks.step(time.monotonic() + 0.1) and (smp.tasks.cannot or node.encoded(7)), "cannot")
     assert f"{node.arenas[2].path.name}: chunk 0" in smp.events.of("not_covered")[0]["reason"]
     with closing(ParityFile.open(parity_path(node.arenas[0].path, "node", 0))) as file:
         assert file.snapshot() is None
@@ -311,11 +267,11 @@ def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp)
     flip(node.arenas[0], 0, node.arenas[0].image.chunks[0].begin)
     node.target(7)
     smp.start()
-    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=5)
+    until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=5)
     assert [event["iteration"] for event in smp.events.of("not_covered")] == [7]
     node.snapshot(1, 8, hashed=True)
     node.target(8)
-    until(lambda: node.covered(8), "covered")
+    until(lambda: node.encoded(8), "encoded")
 
 
 @pytest.mark.parametrize("how", ["configured anew", "configured alike", "another file"])
@@ -326,7 +282,7 @@ def test_a_bad_slot_that_was_put_right_is_checked(node: Node, smp: Smp, how: str
     arena = node.arenas[0]
     flip(arena, 0, arena.image.chunks[0].begin)
     smp.start()
-    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=5)
+    until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=5)
     smp.pause()
     flip(arena, 0, arena.image.chunks[0].begin)
     if how == "another file":
@@ -336,15 +292,8 @@ def test_a_bad_slot_that_was_put_right_is_checked(node: Node, smp: Smp, how: str
     else:
         smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s" if how == "configured anew" else "0"))
     smp.start()
-    until(lambda: node.covered(7), "covered")
-    assert smp.duties.cannot is None
-
-
-def test_all_that_can_be_done_at_once_is_done_in_one_step(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    node.snapshot(1, 8)
-    assert smp.duties.step(time.monotonic() + 30)
-    assert node.checked(7) and node.checked(8)
+    until(lambda: node.encoded(7), "encoded")
+    assert smp.tasks.cannot is None
 
 
 def test_an_error_that_nobody_thought_of_gives_the_target_up(
@@ -357,21 +306,21 @@ def test_an_error_that_nobody_thought_of_gives_the_target_up(
     node.snapshot(0, 7)
     node.target(7)
     smp.start()
-    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 7), "cannot")
+    until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 7), "cannot")
     assert "MemoryError: no room" in smp.events.of("not_covered")[0]["reason"]
     monkeypatch.undo()
-    smp.cover(1, 8)
+    smp.encode(1, 8)
 
 
 def test_a_torn_package_is_not_taken_for_one(node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
+    smp.encode(0, 7)
     smp.pause()
     path = next(mirror_dir(node.dir).glob("dp1.*"))
     path.write_bytes(path.read_bytes()[:-1])
     smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s"))
-    assert node.states(7) == [CheckState.CHECKED] * 3, "COVERED is taken back"
+    assert node.states(7) == [CheckState.CHECKED] * 3, "ENCODED is revoked"
     smp.start()
-    until(lambda: node.covered(7), "covered again")
+    until(lambda: node.encoded(7), "encoded again")
     assert node.packages(7) == ["dp0", "dp1", "dp2"]
 
 
@@ -379,7 +328,7 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (7, 8):
-        smp.cover(iteration - 7, iteration)
+        smp.encode(iteration - 7, iteration)
         node.protected(iteration)
     smp.pause()
     node.target(-1)
@@ -395,45 +344,13 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
     smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s"))
     assert read == [] and node.states(8) == [CheckState.CHECKED] * 3
     smp.start()
-    until(lambda: read, "read as a duty")
+    until(lambda: read, "read as a task")
     assert node.states(8) == [CheckState.CHECKED] * 3
     node.snapshot(2, 9)
-    until(lambda: node.checked(9), "other duties go on meanwhile")
+    until(lambda: node.checked(9), "other tasks go on meanwhile")
     may_go_on.set()
-    until(lambda: node.covered(8), "proven, without a target")
+    until(lambda: node.encoded(8), "proven, without a target")
     assert smp.events.of("covered")[2:] == [] and smp.events.of("not_covered") == []
-
-
-def test_a_claim_that_is_not_proven_is_no_claim_any_more(node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
-    smp.pause()
-    node.target(-1)
-    path = next(mirror_dir(node.dir).glob("dp1.*"))
-    path.write_bytes(path.read_bytes()[:-1])
-    smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s"))
-    smp.start()
-    smp.settle()
-    assert node.states(7) == [CheckState.CHECKED] * 3
-    [event] = smp.events.of("not_covered")
-    assert event["iteration"] == 7 and "package of dp1" in event["reason"]
-
-
-def test_a_package_that_goes_while_a_target_is_covered_is_not_claimed(
-    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seal = ParityFile.seal
-
-    def sealed(file: ParityFile) -> None:
-        for path in mirror_dir(node.dir).glob("dp1.*"):
-            path.unlink()
-        seal(file)
-
-    monkeypatch.setattr(ParityFile, "seal", sealed)
-    node.snapshot(0, 7)
-    node.target(7)
-    smp.start()
-    until(lambda: smp.duties.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=20)
-    assert node.states(7) == [CheckState.CHECKED] * 3
 
 
 def kept_iterations(node: Node) -> set[int]:
@@ -446,20 +363,20 @@ def test_packages_of_targets_that_are_given_up_do_not_add_up(node: Node, smp: Sm
     for iteration in range(1, 9):
         node.snapshot(iteration % 3, iteration)
         until(lambda: node.checked(iteration), "checked")  # noqa: B023
-        if iteration != 3:  # only 3 is ever covered
+        if iteration != 3:  # only 3 is ever encoded
             flip(node.arenas[2], iteration % 3, node.arenas[2].image.chunks[1].begin)
         node.target(iteration)
         given_up = SnapshotId(LINEAGE, iteration)
-        done = (lambda: node.covered(3)) if iteration == 3 else (lambda: smp.duties.cannot == given_up)  # noqa: B023
-        until(done, "covered, or given up")
+        done = (lambda: node.encoded(3)) if iteration == 3 else (lambda: smp.tasks.cannot == given_up)  # noqa: B023
+        until(done, "encoded, or given up")
         assert len(kept_iterations(node)) <= 2
     assert 8 in kept_iterations(node)
 
 
-def test_packages_go_when_the_next_target_is_covered_and_not_before(
+def test_packages_go_when_the_next_target_is_encoded_and_not_before(
     node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    smp.cover(0, 1)
+    smp.encode(0, 1)
     node.protected(1)
     begun, seen = ParityFile.begin, []
 
@@ -472,21 +389,21 @@ def test_packages_go_when_the_next_target_is_covered_and_not_before(
         node.snapshot(iteration % 3, iteration)
         node.protected(iteration)  # as if it were, after a restart, when nothing of it is made yet
         node.target(iteration)
-        until(lambda: node.covered(iteration), "covered")  # noqa: B023
+        until(lambda: node.encoded(iteration), "encoded")  # noqa: B023
         until(lambda: kept_iterations(node) == {iteration}, "what was before goes")  # noqa: B023
     assert {iteration for iteration, _ in seen} == {2, 3}
     assert all(kept == {iteration - 1, iteration} for iteration, kept in seen)
 
 
 def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protected(node: Node, smp: Smp) -> None:
-    """Another node may not have covered the target yet; were it lost now, they would be what brings it back."""
+    """Another node may not have encoded the target yet; were it lost now, they would be what brings it back."""
     for iteration in (2, 3, 4):  # the newest was not protected any more
         old = package_path(node.dir, "tp1-dp0", SnapshotId(b"o" * 16, iteration))
         old.parent.mkdir(exist_ok=True)
         old.write_bytes(b"a package")
     smp.start()
     for iteration, kept in ((5, {3, 4, 5}), (6, {5, 6})):
-        smp.cover(iteration % 3, iteration)
+        smp.encode(iteration % 3, iteration)
         until(lambda: kept_iterations(node) == kept, "what can go has gone")  # noqa: B023
         smp.settle()
         assert kept_iterations(node) == kept
@@ -507,22 +424,11 @@ def test_a_job_that_ends_makes_no_noise(
     for arena in node.arenas:
         arena.remove()
         time.sleep(delay_secs / 10)  # a trainer that is later than the others
-    until(lambda: len(smp.duties._arenas.gone) == 3, "seen")
+    until(lambda: len(smp.tasks.arenas.gone) == 3, "seen")
     enough = smp.looks + 15
     until(lambda: smp.looks >= enough, "it has tried to open them again")
-    assert len(smp.duties._arenas.gone) == 3
+    assert len(smp.tasks.arenas.gone) == 3
     assert [name for name, _ in smp.events.all if EVENTS[name].loud] == []
-
-
-def test_a_slot_with_a_new_file_is_mapped_anew(node: Node, smp: Smp) -> None:
-    node.snapshot(0, 7)
-    smp.start()
-    until(lambda: node.checked(7), "checked")
-    arena = node.arenas[0]
-    arena.renew(0)
-    fill(arena, 0, 8)
-    until(lambda: arena.state(0) == SlotState.CHECKED, "checked")
-    assert not arena.verify(0)
 
 
 def test_a_slot_that_gets_memory_later_is_checked(arena_root: Path) -> None:
@@ -544,7 +450,7 @@ def test_an_arena_that_is_made_anew_is_opened_again(arena_root: Path, node: Node
     old.remove()
     with closing(Node(arena_root, "n0", [0], 3)) as again:
         node.arenas.insert(0, again.arenas.pop())
-        smp.cover(1, 8)
+        smp.encode(1, 8)
         assert check_parity([node], NODE, 8) > 5
 
 
@@ -554,11 +460,11 @@ def test_work_goes_on_however_long_ranks_copy(node: Node, smp: Smp) -> None:
     node.target(7)
     smp.start()
 
-    def covered() -> bool:
+    def encoded() -> bool:
         rank.tell_copying(True)
-        return node.covered(7)
+        return node.encoded(7)
 
-    until(covered, "covered", secs=30)
+    until(encoded, "encoded", secs=30)
 
 
 def test_the_limit_of_reads_is_kept(node: Node, smp: Smp) -> None:
@@ -571,48 +477,21 @@ def test_the_limit_of_reads_is_kept(node: Node, smp: Smp) -> None:
     assert time.monotonic() - begun > 0.9 * (nbytes - 65536) / 1e6
 
 
-@pytest.mark.usefixtures("pieces")
-def test_parity_reads_each_byte_once_in_small_steps(node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch) -> None:
-    node.snapshot(0, 7)
-    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.checked(7), "checked")
-    seen: list[int | str] = []  # bytes as they are charged to the limit, and arenas whose lease is renewed
-    renew = MonitoredArena.renew
-
-    def renewed(arena: MonitoredArena, slot: int) -> None:
-        seen.append(arena.shard)
-        renew(arena, slot)
-
-    monkeypatch.setattr(smp.duties._pace.read, "charge", seen.append)
-    monkeypatch.setattr(MonitoredArena, "renew", renewed)
-    node.target(7)
-    until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.covered(7), "covered")
-    images = [arena.image for arena in node.arenas]
-    [group] = groups_of([node], NODE)
-    parity = sum(stripe.length for stripe in stripes(group))
-    state = sum(span.nbytes for image in images for span in image.chunks)
-    packages = [image.volatile.nbytes for image in images]
-    assert seen[:3] == packages
-    steps = [entry for entry in seen[3:] if isinstance(entry, int)]
-    assert sum(steps) == state + parity and max(steps) <= 100_000
-    after = [renewal for step, renewal in pairwise(seen[3:]) if isinstance(step, int)]
-    assert set(after) <= {"dp0", "dp1", "dp2"}, "leases are renewed in each step: many may take longer than one lasts"
-
-
 def test_a_share_of_the_cores_that_is_used_up_shows(node: Node, smp: Smp) -> None:
     """One so small that the first piece of work uses it up for a minute; ranks see that in the pulse."""
     smp.configure(describe(node, [node], NODE, {}, protect_interval="auto", smp_cores=1e-6))
     ranks = Heartbeat.open(node.dir, 0)
     assert not ranks.smp_rests()
-    smp.cover(0, 7)
+    smp.encode(0, 7)
     smp.settle()
     assert ranks.smp_rests(), "the next target is to wait"
-    status = smp.duties.status()
+    status = smp.tasks.status()
     assert 0 < status["rest_secs"] <= 60 and 0 <= status["idle_cores"] <= 1
 
 
 def test_nothing_is_checked_that_nobody_needs(node: Node, smp: Smp) -> None:
-    smp.duties.trains = True
-    smp.cover(0, 7)
+    smp.tasks.trains = True
+    smp.encode(0, 7)
     node.snapshot(1, 8)
     smp.settle()
     assert node.checked(7) and node.states(8) == [], "ranks that train overwrite it"
@@ -621,7 +500,7 @@ def test_nothing_is_checked_that_nobody_needs(node: Node, smp: Smp) -> None:
     for arena in node.arenas:
         arena.control.mark_whole(SnapshotId(LINEAGE, 8))
     fill(node.arenas[1], 2, 6)
-    smp.duties.trains = False
+    smp.tasks.trains = False
     until(lambda: node.checked(8) and node.states(9) == [CheckState.CHECKED], "what a restart may take")
     smp.settle()
     assert node.states(6) == [], "what no restart takes"
@@ -636,7 +515,7 @@ def test_checksums_are_computed_on_several_threads(node: Node, smp: Smp, monkeyp
         time.sleep(0.01)
         return hash_chunk(arena, slot, chunk)
 
-    monkeypatch.setattr(duties_module, "_THREAD_BYTES", 1)
+    monkeypatch.setattr(task_queue, "_THREAD_BYTES", 1)
     monkeypatch.setattr(CoreShare, "threads", lambda share, most: most)
     monkeypatch.setattr(Arena, "hash_chunk", noted)
     node.snapshot(0, 7)
@@ -666,56 +545,53 @@ def test_an_arena_that_is_not_there_is_told_once(node: Node, smp: Smp, monkeypat
     smp.start()
     until(lambda: node.checked(7), "the others are checked")
     smp.settle(15)
-    assert len(smp.events.of("smp_error")) == 1 and not node.covered(7)
+    assert len(smp.events.of("smp_error")) == 1 and not node.encoded(7)
 
 
 class TestScrub:
     @pytest.fixture
-    def covered(self, node: Node, smp: Smp) -> Smp:
-        """Iteration 7 is covered, and from now on scrubbed all the time."""
-        smp.cover(0, 7)
+    def encoded(self, node: Node, smp: Smp) -> Smp:
+        """Iteration 7 is encoded, and from now on scrubbed all the time."""
+        smp.encode(0, 7)
         smp.pause()
-        smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.05))
-        scrubber = smp.duties._scrubber
-        scrubber._next += 3600  # not while what is covered is proven anew
-        until(lambda: not smp.duties.step(time.monotonic() + 0.1) and node.covered(7), "proven anew")
-        scrubber._next = 0.0
+        smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.3))
+        until(lambda: not smp.tasks.step(time.monotonic() + 0.05) and node.encoded(7), "proven, and no scrub runs")
         return smp
 
-    def test_a_bad_chunk_is_told_and_left_to_a_restart(self, node: Node, covered: Smp) -> None:
+    def test_a_bad_chunk_is_told_and_left_to_a_restart(self, node: Node, encoded: Smp) -> None:
         """The trainer may take the slot over at any moment: whoever writes into it then spoils another snapshot."""
         arena, last = node.arenas[1], len(node.arenas[1].image.chunks) - 1
         for chunk in (0, 3, last):
             flip(arena, 0, arena.image.chunks[chunk].begin + 9)
         before = bytes(arena.slot(0))
         node.protected(7)
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
-        assert bytes(arena.slot(0)) == before and covered.events.of("repaired") == []
+        encoded.start()
+        until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
+        assert bytes(arena.slot(0)) == before and encoded.events.of("repaired") == []
         assert arena.verify(0).names == [f"chunk {chunk}" for chunk in (0, 3, last)]
-        [corrupt] = covered.events.of("corrupt")
+        [corrupt] = encoded.events.of("corrupt")
         assert corrupt["repairable"] == corrupt["what"] == [f"chunk {chunk}" for chunk in (0, 3, last)]
-        assert node.covered(7) and covered.duties.cannot is None
+        assert node.encoded(7) and encoded.tasks.cannot is None
 
     @pytest.mark.parametrize("target", [7, -1])
-    def test_two_bad_chunks_of_a_stripe_are_told_once_and_covered_is_taken_back(
-        self, node: Node, covered: Smp, target: int
+    def test_two_bad_chunks_of_a_stripe_are_told_once_and_revoke_the_snapshot(
+        self, node: Node, encoded: Smp, target: int
     ) -> None:
         node.target(target)
         node.protected(7)
         for arena in node.arenas[1:]:
             for span in arena.image.chunks[: arena.image.num_stepped_chunks]:
                 flip(arena, 0, span.begin)
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 3, "scrubbed")
+        encoded.start()
+        until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
         assert node.states(7) == [CheckState.CHECKED] * 3
-        events = covered.events.of("corrupt")
+        events = encoded.events.of("corrupt")
         assert len(events) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in events)
         assert all(arena.verify(0) for arena in node.arenas[1:])
-        until(lambda: covered.duties.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
-        assert len(covered.events.of("covered")) == 1, "it is not claimed again in between"
+        until(lambda: encoded.tasks.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
+        assert len(encoded.events.of("covered")) == 1, "it is not claimed again in between"
 
-    def test_parity_that_cannot_be_made_anew_takes_covered_back(self, node: Node, covered: Smp) -> None:
+    def test_parity_that_cannot_be_made_again_revokes_the_snapshot(self, node: Node, encoded: Smp) -> None:
         node.protected(7)
         node.target(-1)
         for arena in node.arenas[1:]:
@@ -723,37 +599,28 @@ class TestScrub:
         path = parity_of(node.arenas[0].path, "node", 7).path
         with closing(ParityFile.open(path, writable=True)) as file:
             file.block(0)[3] ^= 1
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
+        encoded.start()
+        until(lambda: len(encoded.events.of("scrubbed")) >= 2, "scrubbed")
         assert node.states(7) == [CheckState.CHECKED] * 3 and path.exists(), "its other blocks are still of use"
 
-    def test_what_no_parity_covers_is_only_told(self, node: Node, covered: Smp) -> None:
-        node.snapshot(1, 8)
-        covered.start()
-        until(lambda: node.checked(8), "checked")
-        flip(node.arenas[0], 1, node.arenas[0].image.chunks[0].begin)
-        until(lambda: any(e["iteration"] == 8 for e in covered.events.of("corrupt")), "told")
-        until(lambda: len(covered.events.of("scrubbed")) >= 2, "scrubbed")
-        assert node.arenas[0].verify(1).names == ["chunk 0"]
-
-    def test_bad_parity_is_computed_anew(self, node: Node, covered: Smp) -> None:
+    def test_bad_parity_is_computed_anew(self, node: Node, encoded: Smp) -> None:
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
             path, blocks = file.path, file.num_blocks
-        covered.start()
+        encoded.start()
         for times in (1, 2):
             with closing(ParityFile.open(path, writable=True)) as file:
                 for block in range(blocks):
                     file.block(block)[3] ^= 1
-            until(lambda times=times: len(covered.events.of("repaired")) == blocks * times, "repaired")
+            until(lambda times=times: len(encoded.events.of("repaired")) == blocks * times, "repaired")
             # A run that finds nothing bad: what goes bad after it is new.
-            runs = len(covered.events.of("scrubbed"))
-            until(lambda runs=runs: len(covered.events.of("scrubbed")) >= runs + 2, "scrubbed")
-        assert check_parity([node], NODE, 7) > 5 and node.covered(7)
-        assert len(covered.events.of("corrupt")) == blocks * 2
+            runs = len(encoded.events.of("scrubbed"))
+            until(lambda runs=runs: len(encoded.events.of("scrubbed")) >= runs + 2, "scrubbed")
+        assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
+        assert len(encoded.events.of("corrupt")) == blocks * 2
 
     @pytest.mark.parametrize(("damage", "at"), [("header", 20), ("record", HEADER_BYTES + 10), ("file", None)])
     def test_parity_that_nobody_could_read_is_written_anew(
-        self, node: Node, covered: Smp, damage: str, at: int | None
+        self, node: Node, encoded: Smp, damage: str, at: int | None
     ) -> None:
         node.protected(7)
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
@@ -764,33 +631,19 @@ class TestScrub:
             with path.open("r+b") as raw:
                 raw.seek(at)
                 raw.write(b"\xa5")
-        covered.start()
-        until(lambda: len(covered.events.of("covered")) == 2, "covered again")
-        assert check_parity([node], NODE, 7) > 5 and node.covered(7)
-        assert [event["what"] for event in covered.events.of("corrupt")] == ([] if at is None else [[damage]])
-        assert [event["reason"] for event in covered.events.of("not_covered")] == [
+        encoded.start()
+        until(lambda: len(encoded.events.of("covered")) == 2, "encoded again")
+        assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
+        assert [event["what"] for event in encoded.events.of("corrupt")] == ([] if at is None else [[damage]])
+        assert [event["reason"] for event in encoded.events.of("not_covered")] == [
             "a package or a parity file is gone"
         ]
 
-    def test_a_bad_package_is_packed_again(self, node: Node, covered: Smp) -> None:
+    def test_a_bad_package_is_packed_again(self, node: Node, encoded: Smp) -> None:
         path = next(mirror_dir(node.dir).glob("dp1.*"))
         data = bytearray(path.read_bytes())
         data[200] ^= 1
         path.write_bytes(data)
-        covered.start()
-        until(lambda: covered.events.of("repaired"), "repaired")
-        assert node.packages(7) == ["dp0", "dp1", "dp2"] and node.covered(7)
-
-    def test_scrubbing_rests_between_runs(self, node: Node, covered: Smp) -> None:
-        covered.configure(describe(node, [node], NODE, {}, scrub_secs=0.5))
-        begun = time.monotonic()
-        covered.start()
-        until(lambda: len(covered.events.of("scrubbed")) >= 4, "scrubbed")
-        assert time.monotonic() - begun > 3 * 0.5
-
-
-def test_a_reader_of_the_arena_sees_protected(node: Node, smp: Smp) -> None:
-    smp.cover(0, 7)
-    node.protected(7)
-    with closing(Arena.open(node.arenas[0].path)) as arena:
-        assert arena.state(0) == SlotState.PROTECTED
+        encoded.start()
+        until(lambda: encoded.events.of("repaired"), "repaired")
+        assert node.packages(7) == ["dp0", "dp1", "dp2"] and node.encoded(7)
