@@ -235,3 +235,9 @@ def test_lines_that_are_not_all_there_are_left_alone(argv: list[str], tmp_path: 
     file = tree / "megatron/core/optimizer/optimizer.py"
     file.write_text(file.read_text().replace("        ftckpt.fence()\n", "", 1))
     assert refused(tree, *argv)
+
+
+def test_an_unknown_release_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    message = refused(patch_files.miniature(NAMES[0], tmp_path, "9.9.9"))
+    assert not lacks(message, "9.9.9")
+    assert all(name in message for name in NAMES)

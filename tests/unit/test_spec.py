@@ -159,7 +159,6 @@ UNIQUE = {"match": "a.weight", "unique": True}
     [
         ([UNIQUE], "test b.weight"),
         ([UNIQUE, {"match": "*.weight", "unique": True}], "a.weight 1 2"),
-        ([{"match": "**", "unique": True}, {"match": "x", "unique": True}], "2"),
         ([{"match": "**", "unique": True, "rename": "c"}], "a.weight b.weight 0"),
         ([{"match": "**", "fragment": {"dim": 3}}], "a.weight 3"),
         ([{"match": "**", "fragment": {"dim": 0, "parts": ["a", "b", "c"]}}], "1 3"),
@@ -168,8 +167,6 @@ UNIQUE = {"match": "a.weight", "unique": True}
             "3 2",
         ),
         ([{"match": "**", "fragment": {"dim": 0, "parts": [{"name": "a", "width": "$w"}]}}], "--set w=VALUE"),
-        ([{"match": "**", "unique": True, "rename": "{layer}"}], ""),
-        ([{"match": "**", "unique": True, "when": "$some"}], "1"),
     ],
 )
 def test_what_does_not_fit_is_an_error(rules: list[Mapping[str, Any]], text: str) -> None:
@@ -182,11 +179,9 @@ def test_what_does_not_fit_is_an_error(rules: list[Mapping[str, Any]], text: str
     [
         ({"unique": True}, "1 match"),
         ({"match": "a"}, "unique replicated average fragment drop"),
-        ({"match": "a", "unique": True, "average": True}, "unique average"),
         ({"match": "a", "unique": True, "renam": "b"}, "renam"),
         ({"match": "a", "fragment": {"dim": -1}}, "dim -1"),
         ({"match": "a", "fragment": {"dim": 0, "parts": [{"name": "a", "unit": 2}]}}, "unit width"),
-        ({"match": "a", "fragment": {"dim": 0, "parts": ["a"], "uneven": [1, 2]}}, ""),
         ({"match": "a", "unique": True, "padded_vocabulary": {"dim": 1}}, "padded_vocabulary dim 0"),
         (
             {"match": "a.{n}", "unique": True, "expert": {"number": "n", "numbers": "odd"}},
