@@ -57,6 +57,7 @@ def train(size_mib: int, tmp_path: Path) -> Any:
     return json.loads(ended.stdout) if ended.returncode == 0 else ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not may_mount(), reason="a /dev/shm of its own takes root")
 def test_snapshots_leave_loader_workers_a_quarter(tmp_path: Path) -> None:
     """Slots and a package take 44 MiB: more than three quarters of 48 MiB, and less than those of 64 MiB."""

@@ -152,3 +152,16 @@ def _read(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def in_child(action: Callable[[], bool]) -> bool:
+    """Whether ``action`` returns True in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # it ends, whatever it waits for
+        code = 2
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

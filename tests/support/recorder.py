@@ -29,3 +29,8 @@ class Recorder:
 
     def close(self) -> None:
         self.log.append("close")
+
+
+def merged(log: Sequence[str]) -> list[str]:
+    """A place that is told twice in a row is one place."""
+    return [word for index, word in enumerate(log) if index == 0 or word != log[index - 1]]

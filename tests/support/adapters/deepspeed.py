@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ CONFIGURATIONS: dict[str, ds_jobs.Shape] = {
     "zero0": ds_jobs.SHAPES["fp32"],
     "bf16": replace(ds_jobs.SHAPES["bf16"], ranks=3),
     "fp16": ds_jobs.SHAPES["fp16"],
+    "bf16-optimizer": ds_jobs.SHAPES["bf16-optimizer"],
     "zero1": replace(ds_jobs.SHAPES["zero1"], ranks=3),
     "zero2": replace(ds_jobs.SHAPES["zero2"], ranks=3),
     "zero3": ds_jobs.SHAPES["zero3"],
@@ -52,6 +54,39 @@ class DeepSpeedJob(ScriptJob):
         from ftckpt.deepspeed.optimizers import inner
 
         return [inner(self._job.engine.optimizer)]
+
+    def listen(self, trainer: Any) -> list[Callable[[], object]]:
+        from ftckpt.deepspeed.active_engine import door
+        from ftckpt.deepspeed.hooks import EngineHooks
+        from ftckpt.deepspeed.pipeline import follow_pipeline
+
+        hooks = EngineHooks(door.hooks, self._job.engine, trainer, lambda: None)
+        if self._job.is_pipeline:
+            follow_pipeline(hooks, lambda given: given)
+        else:
+            hooks.follow_micro_batches()
+        hooks.see_pauses()
+        hooks.fence_optimizer()
+
+        def without(index: int) -> None:
+            door.hooks.undo.pop(index)()
+
+        return [partial(without, -2), partial(without, -1)]
+
+    def remove_hooks(self) -> None:
+        from ftckpt.deepspeed.active_engine import door
+
+        door.hooks.remove()
+
+    def evaluate(self) -> None:
+        job = self._job
+        if job.is_pipeline:
+            job.engine.eval_batch(job.batches)
+            return
+        tokens, labels = next(job.batches)
+        job.engine.eval()
+        job.engine(tokens, labels)
+        job.engine.train()
 
     def add_parameter(self) -> None:
         import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,44 @@ class MegatronJob(ScriptJob):
         from ftckpt.megatron.optimizers import leaf_optimizers
 
         return [leaf.optimizer for leaf in leaf_optimizers(self._job.optimizer) if leaf.optimizer is not None]
+
+    def listen(self, trainer: Any) -> list[Callable[[], object]]:
+        from ftckpt.megatron import door, hooks
+
+        hooks.install()
+        hooks.follow(trainer, self._job.optimizer, None)  # type: ignore[arg-type]
+        outer, *inner = door.hooks.undo
+
+        def without_inner() -> None:
+            door.hooks.undo[1:] = []
+            for undo in inner:
+                undo()
+
+        def without_outer() -> None:
+            door.hooks.undo.remove(outer)
+            outer()
+
+        return [without_outer, without_inner]
+
+    def remove_hooks(self) -> None:
+        from ftckpt.megatron import door
+
+        door.remove()
+
+    def evaluate(self) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        job, args = self._job, self._job.args
+        batch = job.data.next_batch(job.num_micro, args.micro_batch, 0, 1)
+        get_forward_backward_func()(
+            forward_step_func=self._script.forward_step,
+            data_iterator=[iter(batch) for _ in job.model],
+            model=job.model,
+            num_microbatches=job.num_micro,
+            seq_length=args.seq,
+            micro_batch_size=args.micro_batch,
+            forward_only=True,
+        )
 
     def add_parameter(self) -> None:
         jobs.add_parameter(self._job.model[0])

@@ -9,6 +9,7 @@ import torch
 
 import ftckpt.torch
 from ftckpt.config import Config
+from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
 from tests.support.adapters import ScriptJob
 from tests.support.conformance.adapter import Adapter
@@ -49,6 +50,23 @@ class PlainJob(ScriptJob):
 
     def optimizers(self) -> list[Any]:
         return [self._job.optimizer]
+
+    def listen(self, trainer: Any) -> tuple[()]:
+        state = self.state()
+        state.describe()
+        follow(ftckpt.torch.patches, trainer, self._job.model, self._job.optimizer, state)
+        return ()
+
+    def remove_hooks(self) -> None:
+        ftckpt.torch.patches.remove()
+
+    def evaluate(self) -> None:
+        job = self._job
+        job.model.eval()
+        self._script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
+        job.model.train()
+        with torch.no_grad():
+            self._script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
 
     def add_parameter(self) -> None:
         getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)

@@ -37,6 +37,16 @@ class Job(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Those of torch's kind that step this rank's shard."""
 
+    def listen(self, trainer: Any) -> Sequence[Callable[[], object]]:
+        """Install the hooks of a session without one: they tell ``trainer``. Returns what takes each of two fences
+        away, where there are two."""
+
+    def remove_hooks(self) -> None:
+        """Remove those hooks."""
+
+    def evaluate(self) -> None:
+        """A forward that trains nothing."""
+
     def add_parameter(self) -> None:
         """Give the model one more, ``extra.weight``, that needs gradients and that no optimizer steps."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from tests.support.conformance.adapter import Adapter
 from tests.support.conformance.attempt import Attempt, Outcome, differing, run
+from tests.support.conformance.hooks import follow, problems_of
 from tests.support.conformance.inspect import Inspection, inspect
 from tests.support.elements import put_together
 from tests.support.faults import Fault
@@ -70,6 +71,12 @@ class Suite:
         refusals = [inspection.refusals for inspection in self._inspections()]
         assert any("mystery" in refusal["state"] for refusal in refusals), refusals[0]
         assert all("extra.weight" in refusal["parameter"] for refusal in refusals), refusals[0]
+
+    def hooks(self) -> None:
+        """Hooks tell where training is, fence each write, each of two fences alone, and are silent in children."""
+        results = run_ranks(follow, self._adapter.ranks, self._adapter, **self._adapter.pool)
+        for rank, result in enumerate(results):
+            assert not (problems := problems_of(result.value)), f"rank {rank}: {problems[:3]}"
 
     def snapshot(self) -> None:
         """Each iteration is sealed after its fence, whole at the next boundary, and as it was at its own."""
@@ -193,6 +200,7 @@ class Suite:
 
 CHECKS: dict[str, Callable[[Suite], None]] = {
     "describe": Suite.describe,
+    "hooks": Suite.hooks,
     "snapshot": Suite.snapshot,
     "kill_one": Suite.kill_one,
     "kill_copy": Suite.kill_copy,
