@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import Launched, free_ports
+from tests.support.launching import Launched
+from tests.support.processes import free_ports
 
 pytestmark = pytest.mark.faults
 

@@ -21,7 +21,6 @@ from ftckpt.universal.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from tests.support import jobs
 from tests.support.elements import Elements, held, wholes
-from tests.support.megatron_loading import steps_aside
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
@@ -100,8 +99,7 @@ def loaded(rank: int, world_size: int, argv: Sequence[str], path: str, iteration
     found = dist_checkpointing.load(sharded_state(job, metadata, is_loading=True), path)
     for index, chunk in enumerate(job.model):
         unwrap_model(chunk).load_state_dict(found["model" if len(job.model) == 1 else f"model{index}"])
-    with steps_aside():
-        job.optimizer.load_state_dict(found["optimizer"])
+    job.optimizer.load_state_dict(found["optimizer"])
     job.scheduler.load_state_dict(found["opt_param_scheduler"])
     assert found["iteration"] == iteration
     assert job.scheduler.num_steps == iteration * 8

@@ -14,8 +14,8 @@ from ftckpt.frameworks.entry import Patches
 from ftckpt.schedule.pipeline import pipeline_orders
 from tests.support import ds_jobs
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
+from tests.support.plain import Recorder, merged
 from tests.support.pool import run_ranks
-from tests.support.recorder import Recorder, merged
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc

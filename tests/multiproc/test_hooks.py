@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
+from tests.support.plain import Recorder, merged
 from tests.support.pool import run_ranks
-from tests.support.recorder import Recorder, merged
 
 pytestmark = pytest.mark.multiproc
 

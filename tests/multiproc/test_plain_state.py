@@ -30,8 +30,8 @@ from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
 from tests.support.elements import positions
 from tests.support.errors import message_of
+from tests.support.plain import Recorder
 from tests.support.pool import run_ranks
-from tests.support.recorder import Recorder
 
 pytestmark = pytest.mark.multiproc
 
