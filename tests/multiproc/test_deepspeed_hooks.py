@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def inner_optimizer(engine: Any) -> Any:
 
 
 def followed(rank: int, world_size: int, shape: Shape) -> tuple[list[str], Any]:
-    """What is told in an iteration, and the model of the schedule."""
+    """Reports of one iteration, and the model of the schedule."""
     import train_deepspeed
 
     job = ds_jobs.build(shape, ITERATIONS)
@@ -91,7 +90,7 @@ def test_deepspeeds_schedule_is_the_models() -> None:
 
 
 def saved(rank: int, world_size: int, shape: Shape, folder: str) -> list[str]:
-    """What is told of a save by an engine, and of a forward without gradients, before it has trained."""
+    """Reports of a save by an engine, and of a forward without gradients, before it has trained."""
     job = ds_jobs.build(shape, ITERATIONS)
     recorder = Recorder()
     hooks = listen(job.engine, recorder)
@@ -162,53 +161,3 @@ def test_one_boundary_per_accumulation(how: str) -> None:
         told = merged([word for word in log if word != "fence"])
         once = [*MICRO, *MICRO, "forward", "backward", *["window"] * (how == "by hand"), "tail"]
         assert told == [*once, "step 1", *once, "step 2"]
-
-
-def state_of(engine: Any) -> Mapping[str, Any]:
-    """Everything a hook could hang on."""
-    inner = inner_optimizer(engine)
-    return {
-        "fields": [sorted(vars(owner)) for owner in (engine, engine.optimizer, inner)],
-        "pre-hooks": len(inner._optimizer_step_pre_hooks),
-        "instructions": getattr(engine, "_INSTRUCTION_MAP", None),
-        "loader": type(engine.training_dataloader),
-    }
-
-
-def removed(rank: int, world_size: int, shape: Shape, arena: str) -> list[str]:
-    """A job with ftckpt, of which ftckpt is removed."""
-    import deepspeed
-    import train_deepspeed
-
-    import ftckpt.deepspeed
-    from tests.support.standin import deepspeed as standin
-
-    standin.install()
-    original = deepspeed.initialize.__wrapped__
-    plain = ds_jobs.build(shape, ITERATIONS)
-    before = state_of(plain.engine)
-    ftckpt.deepspeed.remove()
-    from ftckpt.deepspeed import initialize
-
-    initialize.install()
-    section = {"enabled": True, "node": "node", "job": "removed", "arena": arena}
-    job = ds_jobs.build(shape, ITERATIONS, ftckpt=section)
-    checkpointer: Any = ftckpt.deepspeed.active()
-    train_deepspeed.train_step(job)
-    assert state_of(job.engine) != before
-    ftckpt.deepspeed.remove()
-    assert deepspeed.initialize is original
-    assert ftckpt.deepspeed.active() is None
-    calls: list[str] = []
-    for name in ("phase", "fence", "step", "expect"):
-        setattr(checkpointer, name, lambda *args, name=name: calls.append(name))
-    train_deepspeed.train_step(plain)
-    before = state_of(plain.engine)
-    train_deepspeed.train_step(job)
-    assert state_of(job.engine) == before
-    return calls
-
-
-@pytest.mark.parametrize("name", by_default(["zero1", "zero3", "pp2"], ["zero3", "pp2"]))
-def test_remove_undoes_everything(name: str, arena_root: Path) -> None:
-    assert results(removed, 2, SHAPES[name], str(arena_root)) == [[], []]

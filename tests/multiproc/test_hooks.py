@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiproc
 
 
 def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool) -> tuple[list[str], Any]:
-    """What happens in one iteration, in order; and what the model of the schedule said before."""
+    """The order of events in one iteration, and the model of the schedule."""
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 

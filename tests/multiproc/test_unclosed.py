@@ -1,4 +1,4 @@
-"""A script that ends without ``close()``: one line says what stays in memory, and how to remove it."""
+"""A script that ends without ``close()``: one line names what stays in memory, and how to remove it."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Job(Protocol):
         """Those of torch's kind that step this rank's shard."""
 
     def listen(self, trainer: Any) -> Sequence[Callable[[], object]]:
-        """Install the hooks of a session without one: they tell ``trainer``. Returns what takes each of two fences
-        away, where there are two."""
+        """Install the hooks of a session without one: they report to ``trainer``. Returns functions that remove one
+        of two fences each, if there are two."""
 
     def remove_hooks(self) -> None:
         """Remove those hooks."""
@@ -410,7 +410,7 @@ class Suite:
         assert all("extra.weight" in refusal["parameter"] for refusal in refusals), refusals[0]
 
     def hooks(self) -> None:
-        """Hooks tell where training is, fence each write, each of two fences alone, and are silent in children."""
+        """Hooks report where training is, each of two fences alone precedes each write, and children are silent."""
         results = run_ranks(follow, self._adapter.ranks, self._adapter, **self._adapter.pool)
         for rank, result in enumerate(results):
             assert not (problems := problems_of(result.value)), f"rank {rank}: {problems[:3]}"

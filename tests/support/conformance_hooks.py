@@ -1,4 +1,4 @@
-"""On a rank: what the hooks of an integration tell of iterations, of evaluation and of a forked child."""
+"""On a rank: what the hooks of an integration report in iterations, in evaluation and in a forked child."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ITERATIONS = 4
 
 @dataclass(frozen=True)
 class Followed:
-    """What one rank was told: of ``iterations`` under all fences and under each of two ``alone``, with a word for
-    each write of an inner optimizer; the ``expected`` places and the number of their lengths; of evaluation; of an
-    iteration after the hooks were ``removed``; and whether hooks told nothing ``in_child``."""
+    """Reports on one rank: of ``iterations`` under all fences and under each of two ``alone``, with a word for each
+    write of an inner optimizer; the ``expected`` places and the number of their lengths; of an evaluation; of an
+    iteration after the hooks were ``removed``; and whether hooks are silent in a child."""
 
     iterations: list[list[str]]
     alone: list[list[str]]
@@ -50,7 +50,7 @@ def follow(rank: int, world_size: int, adapter: Adapter) -> Followed:
         fences = job.listen(trainer)
         while writes:
             writes.pop().remove()
-        for optimizer in job.optimizers():  # behind the hooks that fence
+        for optimizer in job.optimizers():  # after the hooks that fence
             writes.append(optimizer.register_step_pre_hook(lambda *_: trainer.log.append("write")))
         return fences
 
@@ -79,24 +79,24 @@ def follow(rank: int, world_size: int, adapter: Adapter) -> Followed:
     return Followed(iterations, alone, kinds, len(lengths), evaluated, removed, silent)
 
 
-def problems_of(told: Followed) -> list[str]:
-    """What is wrong with it, in words."""
+def problems_of(seen: Followed) -> list[str]:
+    """Deviations from what hooks must report, in words."""
     problems = []
-    for log in told.iterations:
+    for log in seen.iterations:
         places = tuple(merged([word for word in log if word not in ("fence", "write")]))
-        if places != told.expected if told.expected else set(places) != {"forward", "backward"}:
-            problems.append(f"places were {places}, not {told.expected}")
-    if len(told.expected) != told.lengths:
-        problems.append(f"{told.lengths} lengths of {len(told.expected)} places")
-    for name, logs in (("all fences", told.iterations), *((f"fence {i}", [log]) for i, log in enumerate(told.alone))):
+        if places != seen.expected if seen.expected else set(places) != {"forward", "backward"}:
+            problems.append(f"places were {places}, not {seen.expected}")
+    if len(seen.expected) != seen.lengths:
+        problems.append(f"{seen.lengths} lengths of {len(seen.expected)} places")
+    for name, logs in (("all fences", seen.iterations), *((f"fence {i}", [log]) for i, log in enumerate(seen.alone))):
         if not any("write" in log for log in logs):
             problems.append(f"{name}: nothing was written")
         problems += [f"{name}: {log}" for log in logs if "write" in log and not _is_fenced(log)]
-    if set(told.evaluated) != {"pause"}:
-        problems.append(f"evaluation told {told.evaluated}")
-    if told.removed:
-        problems.append(f"hooks that were removed told {told.removed}")
-    return problems + ["hooks told something in a child"] * (not told.silent_in_child)
+    if set(seen.evaluated) != {"pause"}:
+        problems.append(f"evaluation reported {seen.evaluated}")
+    if seen.removed:
+        problems.append(f"removed hooks reported {seen.removed}")
+    return problems + ["hooks reported something in a child"] * (not seen.silent_in_child)
 
 
 def _is_fenced(log: list[str]) -> bool:

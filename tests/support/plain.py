@@ -157,5 +157,5 @@ class Recorder:
 
 
 def merged(log: Sequence[str]) -> list[str]:
-    """A place that is told twice in a row is one place."""
+    """The log with consecutive reports of one place merged."""
     return [word for index, word in enumerate(log) if index == 0 or word != log[index - 1]]
