@@ -179,15 +179,6 @@ def test_a_drift_that_a_proof_finds_before_a_sample_is_not_restored(settings: di
 
 
 @pytest.mark.slow
-def test_a_drift_is_proven_and_each_holder_copies_its_own_from_then_on(settings: dict[str, Any]) -> None:
-    run_ranks(drifting, RANKS, jobs.Run(ARGV, until=DRIFTS_AT + 12, settings=settings))
-    assert plans(settings) == [2] * RANKS
-    assert {one["fragments"][0].partition("|")[0] for one in jobs.events(settings, "replicas_differ")}
-    taken = sorted({one["iteration"] for one in jobs.events(settings, "snapshot")} - set(range(DRIFTS_AT + 1)))
-    assert taken == list(range(DRIFTS_AT + 8, DRIFTS_AT + 13))
-
-
-@pytest.mark.slow
 def test_a_drift_goes_to_storage_only_as_doubtful_and_what_was_before_it_stays(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
