@@ -178,7 +178,7 @@ def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path
         verify(conversion, Memory(less, wholes(less), padded=padded), 1)
     other = Memory(whole, wholes(whole), padded=padded)
     assert verify(conversion, other, 1) == 1
-    other._catalog = dataclasses.replace(other.catalog, iteration=8)
+    other.described = dataclasses.replace(other.catalog, iteration=8)
     with raises(ConvertError, "iteration 8", "7"):
         verify(conversion, other, 1)
 

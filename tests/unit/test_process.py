@@ -45,8 +45,9 @@ assert not process.send(signal.SIGKILL) and process.gone(0)
 """
 
 
-@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
-@pytest.mark.parametrize("calls", [(PIDFD_OPEN,), (PIDFD_SEND_SIGNAL,), (PIDFD_OPEN, PIDFD_SEND_SIGNAL)])
+@pytest.mark.parametrize(
+    ("error", "calls"), [(errno.ENOSYS, (PIDFD_OPEN, PIDFD_SEND_SIGNAL)), (errno.EPERM, (PIDFD_SEND_SIGNAL,))]
+)
 def test_a_kernel_without_pidfds_ends_the_same_processes(error: int, calls: tuple[int, ...]) -> None:
     done = run_python(WITHOUT, error, *calls)
     assert done.returncode == 0, done.stderr

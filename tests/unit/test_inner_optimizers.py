@@ -54,19 +54,6 @@ def test_unknown_optimizers_are_refused_with_the_known_ones() -> None:
         inner_optimizers.materialise(torch.optim.RMSprop(parameters))
 
 
-def test_numbers_of_state_come_back() -> None:
-    parameters, optimizer = made("adamw")
-    inner_optimizers.materialise(optimizer)
-    optimizer.state[parameters[0]]["count"] = 7
-    saved = inner_optimizers.save(optimizer, parameters)
-    assert saved["numbers"] == [{"count": 7}, {}]
-    optimizer.state[parameters[0]]["count"] = 9
-    optimizer.param_groups[0]["lr"] = 5.0
-    inner_optimizers.load(optimizer, parameters, saved)
-    assert optimizer.state[parameters[0]]["count"] == 7
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-
-
 def reshaped(
     groups: list[list[dict[str, Any]]], numbers: list[list[dict[str, int]]]
 ) -> tuple[Any, list[dict[str, int]]]:

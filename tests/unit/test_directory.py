@@ -1,24 +1,24 @@
-"""Locks, the directories of arenas, and cleaning by the name of the job."""
+"""The directories of jobs and arenas: who holds them, and what is removed."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from ftckpt.cli.job_nodes import jobs_in
 from ftckpt.errors import ArenaError
+from ftckpt.memory import end_notes
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import (
+    SMP_LOCK_NAME,
     arena_path,
     clean_job,
     list_arenas,
@@ -26,9 +26,11 @@ from ftckpt.memory.directory import (
     remove_half_made,
     remove_job_if_empty,
 )
+from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import FileLock, JobLock
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
+from ftckpt.smp.footprint import store_description
 from tests.support.errors import lacks, raises
 
 pytestmark = pytest.mark.usefixtures("as_flags")
@@ -101,15 +103,6 @@ def test_a_live_holder_is_named_and_a_dead_one_forgotten(arena_root: Path) -> No
     arena.close()
 
 
-def test_waiting_ends_when_the_holder_does(arena_root: Path) -> None:
-    with holder(LOCK_FILE, arena_root / "lock") as process:
-        killer = threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL))
-        begin = time.monotonic()
-        killer.start()
-        FileLock(arena_root / "lock", 60, "a", "b").release()
-        assert 0.2 < time.monotonic() - begin < 30
-
-
 def test_a_forked_worker_does_not_keep_the_lock(arena_root: Path) -> None:
     fork = LOCK_FILE + "\nimport os\npid = os.fork()\nif pid == 0:\n    import time; time.sleep(60)\n"
     fork += "Path(sys.argv[2]).write_text(str(pid))"
@@ -134,38 +127,11 @@ def test_a_second_lock_in_one_process_is_refused_and_does_not_drop_the_first(are
     FileLock(arena_root / "lock", 0, "a", "b").release()
 
 
-def test_opening_and_closing_another_arena_object_keeps_the_lock(arena_root: Path) -> None:
-    arena = Arena.create(node_directory(arena_root, "job", "node"), manifest_of(0), 2)
-    arena.lock(0)
-    Arena.open(arena.path).close()
-    assert not lacks(answer_to_another(arena.path / "lock"), str(os.getpid()))
-    arena.unlock()
-    arena.unlock()
-    arena.lock(0)
-    arena.close()
-
-
 def test_a_lock_file_that_was_removed_protects_nothing(arena_root: Path) -> None:
     with FileLock(arena_root / "lock", 0, "a", "b"):
         (arena_root / "lock").unlink()
         with FileLock(arena_root / "lock", 0, "a", "b"):
             assert (arena_root / "lock").exists()
-
-
-def test_a_lock_file_removed_between_open_and_lock(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lockf = fcntl.lockf
-    calls = []
-
-    def remove_then_lock(fd: int, kind: int) -> None:
-        calls.append(fd)
-        if len(calls) == 1:
-            (arena_root / "lock").unlink()
-        lockf(fd, kind)
-
-    monkeypatch.setattr(fcntl, "lockf", remove_then_lock)
-    with FileLock(arena_root / "lock", 0, "a", "b"):
-        assert len(calls) == 2
-        assert not lacks(answer_to_another(arena_root / "lock"), str(os.getpid()))
 
 
 def test_the_job_lock_tells_who_runs(arena_root: Path) -> None:
@@ -193,21 +159,6 @@ def test_an_ended_job_leaves_nothing(arena_root: Path) -> None:
         assert node_dir.stat().st_mode & 0o777 == 0o700
 
 
-def test_who_removes_a_job_tries_no_lock(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A try would make the file of a job that somebody else removes at this moment, and keep others from removing."""
-    JobLock(node_directory(arena_root, "job", "node"), 0).release()
-    monkeypatch.setattr(fcntl, "lockf", lambda *_: pytest.fail("the job's lock was tried"))
-    assert remove_job_if_empty(arena_root, "job", "node")
-    assert list(arena_root.iterdir()) == []
-
-
-def test_another_node_keeps_its_part(arena_root: Path) -> None:
-    node_directory(arena_root, "job", "a")
-    other = node_directory(arena_root, "job", "b")
-    assert remove_job_if_empty(arena_root, "job", "a")
-    assert other.exists()
-
-
 def test_clean_refuses_a_live_job_then_takes_all(arena_root: Path) -> None:
     node_dir = node_directory(arena_root, "job", "node")
     paths = []
@@ -225,33 +176,6 @@ def test_clean_refuses_a_live_job_then_takes_all(arena_root: Path) -> None:
     assert clean_job(arena_root, "job") == paths
     assert list(arena_root.iterdir()) == [keep.parent]
     assert clean_job(arena_root, "job") == []
-
-
-def test_clean_leaves_a_job_alone_that_starts_when_the_lock_is_gone(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two nodes: what is still to go of the old attempt goes, and nothing of the new one."""
-    node_dir, other = (node_directory(arena_root, "job", node) for node in ("a", "b"))
-    for directory in (node_dir, other):
-        Arena.create(directory, manifest_of(0), 2).close()
-        (directory / ".ends").write_text("of the old attempt")
-    os_unlink, started = os.unlink, []
-
-    def unlink(path: object, **options: int) -> None:
-        os_unlink(path, **options)  # type: ignore[call-overload]
-        if not started and Path(str(path)).name == "job.lock":
-            started.append(JobLock(node_dir, 0))
-            Arena.create(node_dir, manifest_of(1), 2).close()
-            (node_dir / ".word").symlink_to("new")
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok=False: path.is_file() and unlink(path))
-    clean_job(arena_root, "job")
-    started[0].release()
-    assert not other.exists()
-    assert [path.name[:3] for path in list_arenas(node_dir)] == ["tp1"]
-    assert {path.name for path in node_dir.iterdir()} > {"job.lock", ".word"}
-    assert not (node_dir / ".ends").exists()
 
 
 def test_what_is_none_of_ftckpts_stays(arena_root: Path) -> None:
@@ -305,23 +229,6 @@ def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(arena_root: Path
         process.communicate()
 
 
-def test_a_directory_that_goes_while_its_lock_is_made_is_made_again(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node_dir, mkdir, left = arena_root / "ftckpt-job" / "node", Path.mkdir, [3]
-
-    def made_in_vain(path: Path, *args: int, **options: int) -> None:
-        """As beside an attempt that ends: what was made last, or before, is gone at once."""
-        mkdir(path, *args, **options)
-        if left[0]:
-            left[0] -= 1
-            path.rmdir()
-
-    monkeypatch.setattr(Path, "mkdir", made_in_vain)
-    with JobLock(node_dir, 0):
-        assert (node_dir / "job.lock").exists() and left == [0]
-
-
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", "a b", "x" * 300])
 def test_names_that_could_leave_the_root(arena_root: Path, name: str) -> None:
     for call in (
@@ -364,24 +271,30 @@ def test_what_belongs_to_another_user_is_left_alone(arena_root: Path) -> None:
     assert list_arenas(node_dir) == [arena.path]
 
 
-def test_an_unwritable_root(tmp_path: Path) -> None:
-    with raises(ArenaError, "tmpfs", "--ftckpt-arena"):
-        node_directory(tmp_path / "missing", "job", "node")
-    with pytest.raises(ArenaError):
-        node_directory(Path("/proc"), "job", "node")
+def test_pages_and_notes_go_with_the_job(arena_root: Path) -> None:
+    node_dir = node_directory(arena_root, "job", "node")
+    with JobLock(node_dir, 0):
+        Heartbeat.open(node_dir, 0).leave()
+        end_notes.tell(node_dir, end_notes.ExitNote(1.0, "rank 0: ConfigError: a start that was refused"))
+        assert remove_job_if_empty(arena_root, "job", "node")
+    assert list(arena_root.iterdir()) == []
+    Heartbeat.open(node_directory(arena_root, "job", "node"), 0)  # what a killed job leaves
+    assert clean_job(arena_root, "job") == []
+    assert list(arena_root.iterdir()) == []
 
 
-def test_a_directory_that_goes_between_two_looks_is_made_anew(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``mkdir`` finds it, and looks again whether it is one: by then a clean has deleted it."""
-    mkdir, gone = Path.mkdir, [FileExistsError(), FileExistsError()]
+def test_what_a_killed_smp_was_writing_keeps_no_directory(arena_root: Path) -> None:
+    left = node_directory(arena_root, "job", "node") / ".smp.json.0123abcd.new"
+    left.write_bytes(b"half")
+    store_description(left.parent, {})
+    assert not left.exists(), "the next SMP removes it"
+    left.write_bytes(b"half")
+    assert remove_job_if_empty(arena_root, "job", "node")
+    assert list(arena_root.iterdir()) == []
 
-    def looked_at_too_late(self: Path, *args: Any, **options: Any) -> None:
-        if gone:
-            raise gone.pop()
-        mkdir(self, *args, **options)
 
-    monkeypatch.setattr(Path, "mkdir", looked_at_too_late)
-    with JobLock(arena_root / "ftckpt-job" / "node", 0):
-        assert (arena_root / "ftckpt-job" / "node").is_dir() and not gone
+def test_records_of_launchers_are_no_job_whatever_jobs_are_called(tmp_path: Path) -> None:
+    for name in ("ftckpt-night", "ftckpt-runs-night", "ftckpt-runs-1000"):
+        (tmp_path / name / "n0").mkdir(parents=True)
+        (tmp_path / name / "n0" / SMP_LOCK_NAME).touch()
+    assert jobs_in(tmp_path) == ["night", "runs-night"]

@@ -1,4 +1,4 @@
-"""Chunk copies: every byte of the state goes to its place in the slot, once, and nowhere else."""
+"""Chunk copies: every byte of the state goes to its place in the slot, once; and the XOR of live state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.capture.chunks import CopyPart, Segment, chunk_copies
+from ftckpt.capture import copier as copier_module
+from ftckpt.capture.chunks import ChunkCopy, CopyPart, Segment, chunk_copies, combine, xor_onto, xor_parts
 from ftckpt.capture.copier import copy_chunk
 from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import Box, Fragment
@@ -43,50 +44,6 @@ def cases(draw: st.DrawFn) -> Case:
     return SlotImage.of(manifest), parts, tensors
 
 
-@given(cases())
-def test_every_byte_of_a_part_is_copied_once_to_its_offset(case: Case) -> None:
-    image, parts, _ = case
-    wanted, found = {}, {}
-    for part, offset in zip(parts, image.offsets, strict=True):
-        item = part.fragment.item_bytes
-        wanted.update({offset + i * item: (part.piece, part.start + i) for i in range(part.fragment.numel)})
-    for copy in chunk_copies(image, parts):
-        for segment in copy.segments:
-            item = parts[segment.piece].fragment.item_bytes
-            assert segment.nbytes == segment.numel * item
-            for i in range(segment.numel):
-                assert segment.offset + i * item not in found
-                found[segment.offset + i * item] = (segment.piece, segment.start + i)
-    assert found == wanted
-
-
-@given(cases())
-def test_there_is_one_copy_per_chunk_and_none_leaves_its_chunk(case: Case) -> None:
-    image, parts, _ = case
-    copies = chunk_copies(image, parts)
-    assert [copy.chunk for copy in copies] == list(range(len(image.chunks)))
-    for copy in copies:
-        span = image.chunks[copy.chunk]
-        assert copy.nbytes <= span.nbytes
-        offsets = [segment.offset for segment in copy.segments]
-        assert offsets == sorted(offsets)
-        for segment in copy.segments:
-            assert span.begin <= segment.offset and segment.offset + segment.nbytes <= span.end
-            assert segment.numel > 0
-    total = sum(part.fragment.nbytes for part in parts)
-    assert sum(copy.nbytes for copy in copies) == total
-
-
-@given(cases())
-def test_stepped_and_volatile_state_never_share_a_chunk(case: Case) -> None:
-    image, parts, _ = case
-    num_stepped = len(image.manifest.stepped)
-    copies = chunk_copies(image, parts)
-    first, second = copies[: image.num_stepped_chunks], copies[image.num_stepped_chunks :]
-    assert all(segment.piece < num_stepped for copy in first for segment in copy.segments)
-    assert all(segment.piece >= num_stepped for copy in second for segment in copy.segments)
-
-
 @settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_a_slot_filled_in_any_order_is_a_safetensors_file_of_the_live_bytes(case: Case, random: Random) -> None:
@@ -106,18 +63,6 @@ def test_a_slot_filled_in_any_order_is_a_safetensors_file_of_the_live_bytes(case
     assert written <= covered
 
 
-@given(cases())
-def test_a_copy_through_a_smaller_buffer_gives_the_same_bytes(case: Case) -> None:
-    image, parts, tensors = case
-    slot = torch.zeros(image.file_bytes, dtype=torch.uint8)
-    for copy in chunk_copies(image, parts):
-        span = image.chunks[copy.chunk]
-        buffer = torch.zeros(span.nbytes, dtype=torch.uint8)
-        copy_chunk(tensors, copy, buffer, at=span.begin)
-        copy_chunk(tensors, copy, slot)
-        assert torch.equal(buffer, slot[span.begin : span.end])
-
-
 def test_parity_takes_its_strips_to_their_chunks_and_says_where_they_overlap() -> None:
     state = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
     parity = parity_fragment("0" * 16, 2 * PAGE)
@@ -131,3 +76,72 @@ def test_parity_takes_its_strips_to_their_chunks_and_says_where_they_overlap() -
     assert copies[first].segments == (Segment(0, 0, 1000, begin, 4000), Segment(0, 1500, 500, begin, 2000))
     assert copies[first + 1].segments == (Segment(0, 2000, 100, begin + PAGE, 400),)
     assert not any(copy.xor for copy in copies[:first])
+
+
+XOR_TYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn]
+BEGIN, SIZE = 4096, 3000
+
+XorCase = tuple[list[torch.Tensor], ChunkCopy]
+
+
+@st.composite
+def xor_cases(draw: st.DrawFn, least: int = 1) -> XorCase:
+    """Overlapping segments of tensors of several types, each at a multiple of its elements from ``BEGIN`` on."""
+    tensors, segments = [], []
+    for piece in range(draw(st.integers(least, 6))):
+        dtype = draw(st.sampled_from(XOR_TYPES))
+        item = dtype.itemsize
+        numel = draw(st.integers(1, SIZE // item))
+        # What a tensor lies in may begin anywhere: a view into a flat buffer of an optimizer.
+        lead = draw(st.integers(0, 9))
+        buffer = torch.empty(numel + lead, dtype=dtype)
+        buffer.view(torch.uint8).random_(0, 2 if dtype is torch.bool else 256)
+        tensors.append(buffer[lead:])
+        start, stop = draw(st.tuples(*[st.integers(0, numel)] * 2).map(sorted).filter(lambda pair: pair[0] < pair[1]))
+        offset = BEGIN + draw(st.integers(0, (SIZE // item) - (stop - start))) * item
+        segments.append(Segment(piece, start, stop - start, offset, (stop - start) * item))
+    segments.sort(key=lambda segment: segment.offset)
+    return tensors, ChunkCopy(3, tuple(segments), xor=True)
+
+
+def expected(tensors: list[torch.Tensor], copy: ChunkCopy, before: torch.Tensor) -> torch.Tensor:
+    """Byte by byte; what lies outside of the copy's bytes stays."""
+    found = before.clone()
+    found[copy.begin : copy.end] = 0
+    for segment in copy.segments:
+        data = tensors[segment.piece].contiguous().view(torch.uint8).tolist()
+        item = segment.nbytes // segment.numel
+        for index in range(segment.nbytes):
+            found[segment.offset + index] ^= data[segment.start * item + index]
+    return found
+
+
+@given(xor_cases(), st.sampled_from([64, 256, 4096, 1 << 20]))
+def test_the_xor_is_that_of_all_bytes_whatever_was_there(case: XorCase, part_bytes: int) -> None:
+    tensors, copy = case
+    slot = torch.randint(0, 256, (BEGIN + SIZE,), dtype=torch.uint8)
+    wanted = expected(tensors, copy, slot)
+    before, copier_module._XOR_BYTES = copier_module._XOR_BYTES, part_bytes
+    try:
+        copy_chunk(tensors, copy, slot)
+    finally:
+        copier_module._XOR_BYTES = before
+    held = torch.zeros(BEGIN + SIZE, dtype=torch.bool)
+    for part in xor_parts(copy, part_bytes):
+        held[part.begin : part.end] = True
+    assert torch.equal(slot[held], wanted[held])
+    for segment in copy.segments:
+        assert held[segment.offset : segment.offset + segment.nbytes].all()
+
+
+def test_a_target_begins_anywhere_and_goes_onto_what_is_there_if_told_to() -> None:
+    tensors = [torch.arange(9, dtype=torch.uint8), torch.full((5,), 0x0F, dtype=torch.uint8)]
+    segments = [Segment(0, 1, 8, 101, 8), Segment(1, 0, 5, 103, 5)]
+    target = torch.full((20,), 0xF0, dtype=torch.uint8)
+    combine(tensors, segments, target, 100, 110)
+    fresh = [0, 1, 2, 3 ^ 15, 4 ^ 15, 5 ^ 15, 6 ^ 15, 7 ^ 15, 8, 0]
+    assert target.tolist() == fresh + [0xF0] * 10
+    combine(tensors, segments, target, 100, 110, onto=True)
+    assert target.tolist() == [0] * 10 + [0xF0] * 10
+    xor_onto(tensors, segments, target, at=100)
+    assert target.tolist() == fresh + [0xF0] * 10

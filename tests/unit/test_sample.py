@@ -31,12 +31,6 @@ def test_a_sample_is_small_and_the_positions_no_more_than_the_limit(largest: int
     assert positions >= limit - 1 or -(-largest // positions) <= SAMPLE_BYTES
 
 
-@given(st.lists(st.integers(1, 1 << 14), min_size=1, max_size=1000))
-def test_a_sample_is_of_few_pieces(sizes: list[int]) -> None:
-    positions = num_positions(sum(sizes), len(sizes), 1 << 20)
-    assert max(len(slices(ends_of(sizes), at, positions)) for at in range(positions)) <= 64 + 2
-
-
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 200))
 def test_no_rhythm_of_skipped_snapshots_leaves_a_position_out(positions: int, every: int, begin: int) -> None:
     in_a_row = range(begin, begin + positions + 1)

@@ -8,11 +8,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from ftckpt.memory import page
 from ftckpt.memory.exit_watch import ExitWatch, exit_now
 from ftckpt.memory.page import exit_status, owner_word
 from tests.support.waiting import until
@@ -76,47 +74,12 @@ def test_it_is_seen_in_the_moment_before_the_parent_takes_it(watch: ExitWatch) -
     assert not watch.exits and exit_now(pairs[0][1]).status == 0
 
 
-def test_who_is_gone_or_another_process_by_now_is_not_followed(watch: ExitWatch) -> None:
-    made, owner = process("os._exit(3)")
-    watch.follow({owner + (1 << 22), 0})
-    assert not watch.processes
-    let_end(made)
-    watch.follow({owner})
-    assert not watch.processes and watch.exit_of(owner).status == 3 << 8, "what is left of it shows it all the same"
-    made.wait()
-
-
 def test_without_pidfds_what_is_left_is_seen_when_it_is_asked_for(
     watch: ExitWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     made, owner = process("os._exit(3)")
     watch.follow({owner})
-    assert watch._thread is None
     let_end(made)
     assert watch.exit_of(owner).status == 3 << 8
     made.wait()
-
-
-def test_where_the_kernel_does_not_show_it_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may not look into another process reads 0; old kernels have no such field."""
-    words = ["Z", *["0"] * 18, "77", *["0"] * 30]
-    for fields, status in ((words[:49], 0), (words, 0), ([*words[:49], str(0x80 | 6)], 6)):
-        (tmp_path / "stat").write_text("5 (py (x) thon) " + " ".join(fields))
-        monkeypatch.setattr(page, "open", lambda path, mode: (tmp_path / "stat").open(mode), raising=False)
-        assert exit_status(77 << 22 | 5) == status, "a core file is no other end"
-
-
-def test_a_copy_in_another_process_ends_no_watch(watch: ExitWatch) -> None:
-    """Who is forked at that moment has one until it becomes another program."""
-    first, second = (subprocess.Popen(["sleep", "100"]) for _ in range(2))
-    owners = [owner_word(process.pid) for process in (first, second)]
-    watch.follow(set(owners))
-    copies = [os.dup(fd) for fd in list(watch.processes)]
-    for process, owner in zip((first, second), owners, strict=True):
-        process.kill()
-        until(lambda owner=owner: watch.exit_of(owner).status == signal.SIGKILL)
-        process.wait()
-    until(lambda: set(watch.exits) == set(owners))
-    for copy in copies:
-        os.close(copy)

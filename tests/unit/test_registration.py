@@ -1,9 +1,9 @@
-"""Pages of slots: mapped without a wait, and had from the kernel on the thread that copies."""
+"""Pages of slots: mapped without a wait, had from the kernel on the thread that copies, and on which NUMA node."""
 
 from __future__ import annotations
 
 import os
-import threading
+import platform
 from contextlib import closing
 from pathlib import Path
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from ftckpt.capture import registration
-from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.memory import mapping as mapping_module
+from ftckpt.capture.copier import HostCopier
+from ftckpt.capture.registration import nodes_of, touch
 from ftckpt.memory.mapping import Mapping, create_mapping, join_pages, open_mapping
-from ftckpt.schedule.bubbles import Always
+from tests.support.device_states import shared_slot
+from tests.support.fake_device import PAGE
 from tests.support.waiting import until
 
 NBYTES = 8 << 20
-LONG_SECS = 20.0
 
 
 def resident(path: Path) -> int:
@@ -55,30 +55,6 @@ def test_the_copier_has_the_pages_of_slots_before_the_first_copy(arena_root: Pat
         assert bytes(mapping.data[:8]) == b"\0\0\0\0\0\7\0\0", "bytes stay as they are"
 
 
-def test_a_copy_does_not_wait_for_pages_that_it_does_not_need(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registration, "TOUCH_BYTES", 4096)
-    path, gate = arena_root / "file", threading.Event()
-    with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
-        copier._worker.submit(lambda: gate.wait(LONG_SECS))  # type: ignore[arg-type,return-value]
-        copier.prepare([slot_of(mapping)])
-        flight = Flight([], slot_of(mapping), lambda: None)
-        copier.start([], flight, Always())
-        gate.set()
-        assert flight.submitted.wait(LONG_SECS)
-        assert resident(path) < NBYTES / 2
-
-
-def test_a_slot_that_was_prepared_can_be_freed(arena_root: Path) -> None:
-    path = arena_root / "file"
-    with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
-        copier.prepare([slot_of(mapping)])
-        until(lambda: resident(path) == NBYTES, "pages are mapped")
-        mapping.close()
-        until(lambda: str(path) not in Path("/proc/self/maps").read_text(), "the thread lets go of the memory")
-
-
 def test_joined_pages_keep_what_is_in_them(arena_root: Path) -> None:
     path, nbytes = arena_root / "file", (6 << 20) + 5
     mapped = create_mapping(path, nbytes)
@@ -93,17 +69,27 @@ def test_joined_pages_keep_what_is_in_them(arena_root: Path) -> None:
     mapped.close()
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_a_kernel_that_joins_no_pages_is_asked_once(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch, joins: bool
-) -> None:
-    asked = list[tuple[int, int]]()
+known = pytest.mark.skipif(
+    platform.machine() not in registration._MOVE_PAGES, reason="the number of the call is not known"
+)
 
-    def join(_fd: int, begin: int, nbytes: int) -> bool:
-        asked.append((begin, nbytes))
-        return joins
 
-    monkeypatch.setattr(mapping_module, "join_pages", join)
-    monkeypatch.setattr(mapping_module, "_RESERVE_STEP_BYTES", 4 << 20)
-    create_mapping(arena_root / "file", 10 << 20).close()
-    assert asked == [(0, 4 << 20), (4 << 20, 4 << 20), (8 << 20, 2 << 20)][: 3 if joins else 1]
+@known
+def test_the_nodes_of_pages_are_nodes_of_this_machine() -> None:
+    slot = shared_slot(100 * PAGE)
+    touch(slot, bool)
+    nodes = nodes_of(slot)
+    there = {int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*")} or {0}
+    assert nodes.total() == 100 and set(nodes) <= there
+
+
+@known
+def test_pages_that_are_not_there_are_on_no_node() -> None:
+    slot = shared_slot(100 * PAGE)
+    touch(slot[: 30 * PAGE], bool)
+    assert nodes_of(slot).total() == 30
+
+
+def test_of_another_machine_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not nodes_of(shared_slot(PAGE)) and not nodes_of(shared_slot(PAGE)[:0])

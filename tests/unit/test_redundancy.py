@@ -24,8 +24,8 @@ from ftckpt.group import Group
 from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
-from ftckpt.model.replicas import CUT_BYTES, ReplicaSets, identity
-from ftckpt.model.shares import choose, deal, equal_cuts
+from ftckpt.model.replicas import ReplicaSets, identity
+from ftckpt.model.shares import deal
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.groups import ParityGroup, slot_groups
@@ -137,26 +137,6 @@ def test_every_chunk_of_a_lost_member_comes_back_from_the_others(case: tuple[Job
                 assert np.array_equal(stored, again)
 
 
-@given(worlds("replica"))
-def test_blocks_are_no_longer_than_their_stripes_and_nothing_else_is_in_them(
-    case: tuple[Job, Redundancy, int],
-) -> None:
-    (held, _, _), redundancy, chunk_bytes = case
-    world = World(held, redundancy, chunk_bytes)
-    for group in world.groups:
-        of_holder: dict[int, int] = {}
-        for stripe in stripes(group):
-            ((holder, block),) = stripe.blocks
-            if stripe.length:
-                stored = world.chunk(group.members[holder].shard, group.members[holder].blocks + block)
-                assert not stored[stripe.length :].any()
-                of_holder[holder] = block * chunk_bytes + stripe.length
-        for holder, member in enumerate(group.members):
-            image = world.images[world.shards.index(member.shard)]
-            found = [s for s in image.sections if (s.kind, s.group) == ("parity", group.name)]
-            assert [s.span.nbytes for s in found] == [of_holder[h] for h in (holder,) if h in of_holder]
-
-
 @given(worlds())
 def test_sections_hold_each_byte_once_in_the_order_of_kinds(case: tuple[Job, Redundancy, int]) -> None:
     (held, holders, _), redundancy, chunk_bytes = case
@@ -199,74 +179,6 @@ def shared(laid: SlotParts, group: str) -> list[CopyPart]:
     return []
 
 
-@given(worlds("copy"))
-def test_a_copy_is_chunk_by_chunk_the_original(case: tuple[Job, Redundancy, int]) -> None:
-    (held, _, _), redundancy, chunk_bytes = case
-    world = World(held, redundancy, chunk_bytes)
-    for image, slot in zip(world.images, world.slots, strict=True):
-        for section in image.sections:
-            if section.kind != "copy":
-                continue
-            rank = world.shards.index(section.of)
-            (original,) = [s for s in world.images[rank].sections if (s.kind, s.group) == ("shared", section.group)]
-            assert original.num_chunks == section.num_chunks
-            theirs = world.slots[rank][original.span.begin : original.span.end]
-            assert torch.equal(slot[section.span.begin : section.span.end], theirs)
-
-
-@pytest.mark.parametrize("mode", ["replica", "copy"])
-@pytest.mark.parametrize("numel", [1, 3, 17, 40, 100, 130])
-def test_fewer_lines_than_ranks_are_protected_as_well(mode: str, numel: int) -> None:
-    held = {rank: [whole("w", numel)] for rank in range(7)}
-    world = World(held, Redundancy(mode, tuple("abcdefg"), ("",) * 7), 64)
-    (group,) = world.groups
-    assert sum(len(member.lengths) for member in group.members) == -(-numel * 4 // CUT_BYTES)
-    for lost in range(len(group.members)):
-        assert all(np.array_equal(stored, again) for stored, again in world.rebuilt(group, lost))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_parity_costs_one_part_in_all_others_of_a_share_and_a_copy_a_whole_one(ranks: int) -> None:
-    held = {rank: [whole(f"w{i}", 64 * ranks * (ranks - 1)) for i in range(6)] for rank in range(ranks)}
-    nodes, racks = tuple("abcdefgh"[:ranks]), ("",) * ranks
-    due = {"replica": ranks - 1, "copy": 1}
-    for mode, others in due.items():
-        world = World(held, Redundancy(mode, nodes, racks), 256)
-        for laid in world.laid:
-            kinds = [section.kind for section in laid.sections]
-            assert kinds == ["shared", "parity" if mode == "replica" else "copy"]
-            first = laid.sections[0].fragments
-            stored, extra = (
-                sum(part.fragment.nbytes for part in parts) for parts in (laid.parts[:first], laid.parts[first:])
-            )
-            assert stored == 6 * 4 * 64 * (ranks - 1) and extra == stored // others
-
-
-@pytest.mark.parametrize("nodes", ["aaaa", "aabb"])
-def test_two_replicas_on_two_nodes_need_no_xor_and_one_node_no_sections(nodes: str) -> None:
-    held = {rank: [whole("w", 3000)] for rank in range(4)}
-    world = World(held, Redundancy("replica", tuple(nodes), ("",) * 4), 1024)
-    assert len(world.groups) == (2 if nodes == "aabb" else 0)
-    for image, laid in zip(world.images, world.laid, strict=True):
-        assert bool(laid.sections) == (nodes == "aabb")
-        assert not any(copy.xor for copy in chunk_copies(image, laid.parts))
-
-
-def test_who_has_no_partner_on_another_node_keeps_its_share_to_itself() -> None:
-    held = {rank: [whole("w", 3000)] for rank in range(4)}
-    world = World(held, Redundancy("replica", tuple("aaab"), ("",) * 4), 1024)
-    (group,) = world.groups
-    assert [member.shard for member in group.members] == ["dp0", "dp3"]
-    assert [bool(laid.sections) for laid in world.laid] == [True, False, False, True]
-
-
-def test_names_tell_mode_members_and_replica_set_apart() -> None:
-    held = {rank: [whole("w", 3000)] + [whole("v", 3000)] * (rank < 2) for rank in range(4)}
-    found = [World(held, Redundancy(m, tuple("abab"), ("",) * 4), 1024) for m in ("replica", "copy")]
-    names = [group.name for world in found for group in world.groups]
-    assert len(names) == len(set(names)) == 6
-
-
 def test_differing_replicas_are_nobodys_parity() -> None:
     held = {rank: [whole("same", 1000), whole("other", 1000)] for rank in range(3)}
     views = sets_of(held, [identity(whole("other", 1000))])
@@ -296,54 +208,6 @@ def assigned(capacities: list[int] | None, redundancy: Sequence[Redundancy]) -> 
         return assign(group, topology, described(rank), 1 << 12, 1 << 16, capacities, redundancy[rank])
 
     return in_lockstep(run, 4)
-
-
-def test_without_protection_a_manifest_is_what_it_was() -> None:
-    for redundancy in (Redundancy(), Redundancy("", NODES, ("",) * 4), Redundancy("copy", ("n",) * 4, ("",) * 4)):
-        for rank, found in enumerate(assigned(None, [redundancy] * 4)):
-            layer, embedding = (piece.fragment for piece in described(rank).stepped)
-            pair, four = equal_cuts(4 * NUMEL, 2) // 64 * 16, equal_cuts(4 * NUMEL, 4) // 64 * 16
-            pair[-1] = four[-1] = NUMEL
-            stepped = (
-                layer.part(*(int(at) for at in (pair[rank % 2], pair[rank % 2 + 1]))),
-                embedding.part(int(four[rank]), int(four[rank + 1])),
-            )
-            (step,) = described(rank).volatile
-            volatile = (step.fragment.with_key(f"step@{MEMBERS[rank].shard}"),)
-            was = Manifest(
-                MEMBERS[rank].coords,
-                {"pp": 2, "dp": 2},
-                tuple(p for p in stepped if p.numel),
-                volatile,
-                4096,
-                1 << 16,
-            )
-            assert found.manifest.encode() == was.encode()
-
-
-@pytest.mark.parametrize("mode", ["replica", "copy"])
-def test_protected_runs_stay_equal_whatever_the_windows_take(mode: str) -> None:
-    redundancy = Redundancy(mode, NODES, ("",) * 4)
-    plain = assigned(None, [redundancy] * 4)
-    found = assigned([100_000, 100_000, 300_000, 300_000], [redundancy] * 4)
-    for before, after in zip(plain, found, strict=True):
-        assert after.manifest.sections and after.manifest.sections == before.manifest.sections
-        assert after.manifest.stepped == before.manifest.stepped
-        # Two members: parity of one share is a share. 150 kB of the state, 150 kB of protection.
-        assert abs(after.copied_bytes - 300_000) <= 4 * CUT_BYTES
-        assert after.spill_bytes is not None
-        assert abs(after.spill_bytes[0] - 400_000) <= 16 * CUT_BYTES, "what protection copies needs room as well"
-
-
-def test_unprotected_runs_go_where_protection_leaves_room() -> None:
-    """The stage of ranks 0 and 1 spans nodes, that of 2 and 3 does not: the embedding is on one node for each."""
-    runs_of = sets_of({0: [whole("a", 1000)], 1: [whole("a", 1000), whole("b", 1000)], 2: [whole("b", 1000)]})[0]
-    runs, private = burden(runs_of, Redundancy("copy", ("x", "y", "y"), ("",) * 3))
-    assert sorted((run.members.tolist(), run.equal) for run in runs) == [([0, 1], True), ([1, 2], False)]
-    assert private.tolist() == [2000, 2000, 0]
-    cuts = choose(runs, private, np.array([1, 4100, 8000])).cuts
-    shares = {tuple(run.members.tolist()): np.diff(cut).tolist() for run, cut in zip(runs, cuts, strict=True)}
-    assert shares[0, 1] == [2000, 2000] and shares[1, 2][1] > 3 * shares[1, 2][0]
 
 
 def test_ranks_that_were_told_different_nodes_refuse() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from ftckpt.errors import CorruptError, MismatchError
+from ftckpt.errors import MismatchError
 from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
@@ -16,16 +14,7 @@ from ftckpt.model.replicas import private_key
 from ftckpt.model.training_state import Piece
 from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import plan
-from ftckpt.restore.tensor_index import (
-    Index,
-    SlotContents,
-    check_copies,
-    decode_contents,
-    encode_contents,
-    index_for,
-    needs_of,
-    whole_in,
-)
+from ftckpt.restore.tensor_index import Index, SlotContents, check_copies, index_for, needs_of, whole_in
 from tests.support.errors import raises
 
 NONE: frozenset[str] = frozenset()
@@ -79,20 +68,6 @@ def test_ranks_of_another_layout_take_one_version_of_what_shards_hold_alike() ->
         assert [read.offer.source for read in reads] == sources
 
 
-def test_a_message_of_slots_is_read_as_it_was_written() -> None:
-    mine = [contents(dp, [fragment(f"master/{dp}", 4)], [fragment("buffer/b", 3)]) for dp in (0, 1)]
-    sources, readers = {slot.shard: slot.at for slot in mine}, {slot.shard: slot.reader for slot in mine}
-    assert decode_contents(encode_contents(mine), sources, readers) == mine
-    assert decode_contents(encode_contents([]), {}, {}) == []
-    assert mine[0].padded == ("p",) and mine[0].objects[1] == 7
-
-
-def test_a_key_that_ends_like_another_shards_name_is_not_cut() -> None:
-    source = contents(1, [fragment("master/x@dp11", 4), fragment("master/y@dp1", 4)], [])
-    index = index_for([piece("master/x@dp11", 4), piece("master/y", 4)], [source], None)
-    assert index.shapes("master/x@dp11", "F32") and index.shapes("master/y", "F32")
-
-
 def test_only_padded_keys_may_have_other_rows() -> None:
     need = [piece("master/w", 12, 4)]
     index = index_for(need, [contents(0, [fragment("master/w", 16, 4)], [])], None)
@@ -139,36 +114,3 @@ def test_copies_must_agree_where_they_are_needed() -> None:
     check_copies(sources, alike, [fragment("buffer/b", 3)])
     with raises(MismatchError, "buffer/c", "dp0", "dp1"):
         check_copies(sources, alike, [fragment("buffer/c", 3)])
-
-
-def test_hashes_are_of_the_copies_alone() -> None:
-    parts = [fragment("master/w", 4)], [fragment("buffer/b", 3), fragment("local/s", 3)]
-    one, whole = contents(0, *parts), image(0, *parts)
-    slot = np.zeros(whole.file_bytes, np.uint8)
-    before = one.hashes(lambda begin, end: slot.data[begin:end])
-    ((_, offset),) = one.copies
-    assert len(before) == 1
-    outside = [at for f, at in zip(whole.manifest.fragments, whole.offsets, strict=True) if at != offset]
-    slot[outside] = 1
-    assert one.hashes(lambda begin, end: slot.data[begin:end]) == before
-    slot[offset + 11] = 1
-    assert one.hashes(lambda begin, end: slot.data[begin:end]) != before
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "text", "wrong"),
-    [
-        ("padded", ("master/w",), b'["master/w"]', (b'"master/w"', b"[1]", b"null", b"{}")),
-        ("capacity", 5_000_000_000, b"5000000000", (b"-1", b'"much"', b"null")),
-    ],
-)
-def test_a_manifest_tells_some_fields_only_where_they_say_something(
-    field: str, value: Any, text: bytes, wrong: tuple[bytes, ...]
-) -> None:
-    """Padded keys where there are some, and a capacity where shares were weighted."""
-    plain, full = (Manifest({"dp": 0}, {}, (), (), 4096, 4096, **more) for more in ({}, {field: value}))
-    assert field.encode() not in plain.encode() and not getattr(Manifest.decode(plain.encode()), field)
-    assert Manifest.decode(full.encode()) == full and full.digest != plain.digest
-    for other in wrong:
-        with pytest.raises(CorruptError):
-            Manifest.decode(full.encode().replace(text, other))

@@ -46,20 +46,6 @@ def test_other_seeds_and_other_iterations_draw_others(seed: int, iteration: int)
     assert all(a != b for a, b in zip(one, other, strict=True))
 
 
-def test_numbers_are_not_those_that_the_set_up_would_draw() -> None:
-    """A job that starts anew from its seeds draws those: masks of an iteration would repeat."""
-    built = seeded(1)
-    assert all(a != b for a, b in zip(drawn(built), drawn(rng.derive_generators(built, 7)), strict=True))
-
-
-def test_deriving_draws_and_sets_nothing() -> None:
-    built = seeded(1)
-    wanted = drawn(built)
-    rng.load_generators(built)
-    rng.derive_generators(built, 7)
-    assert drawn(rng.save_generators()) == wanted
-
-
 def test_each_name_has_its_own_seed() -> None:
     state = torch.Generator().manual_seed(1).get_state()
     names = ("torch", "device", "tracker/model-parallel-rng", "tracker/expert-parallel-rng")

@@ -1,42 +1,42 @@
-"""Arenas on a tmpfs: create, reopen, damage, remove; and nothing left behind."""
+"""Arenas on a tmpfs: created, opened again, damaged, removed; and how far a snapshot in one has come."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
-from safetensors import safe_open
 
-from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
-from ftckpt.memory import slots
+from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError, MismatchError
 from ftckpt.memory.arena import Arena, clear_arena
-from ftckpt.memory.control_block import FORMAT, SlotState
+from ftckpt.memory.checks import CHECKS_NAME, Checks
+from ftckpt.memory.control_block import SealId, SlotState
 from ftckpt.memory.directory import LOCK_NAME, arena_path, list_arenas, node_directory
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.manifest import Manifest
+from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.arenas import MonitoredArena
-from tests.support.choosing import inventory_of
-from tests.support.errors import lacks, raises
+from tests.support.errors import raises
 from tests.support.flips import flip
 from tests.support.smp_nodes import LINEAGE, fill
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
-WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
-FLAT = Fragment("m", "BF16", (64, 100), Box((0, 0), (64, 100)), 100, 2100)
+GROUP = "0123456789abcdef"
+WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))
+SHARE = Fragment.whole("s", "U8", (9000,), Box((0,), (9000,)))
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
-MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, (WEIGHTS, FLAT), (RNG,), 5000, 8192)
+SECTIONS = (Section("private", 1), Section("shared", 1, GROUP), Section("parity", 1, GROUP))
+STEPPED = (WEIGHTS, SHARE, parity_fragment(GROUP, 5000))
+MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, STEPPED, (RNG,), 5000, 8192, 0, SECTIONS)
+OTHER = b"o" * 16
 Reopened = Callable[..., Arena]
 
 
@@ -109,31 +109,6 @@ def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> Non
         guarded.close()
 
 
-def test_a_slot_opens_in_safetensors(arena: Arena) -> None:
-    write(arena, 0, 3)
-    with safe_open(arena.path / "slot0.safetensors", "pt") as file:
-        assert file.metadata()["format"] == "ftckpt-slot"
-        weights, flat = file.get_tensor(WEIGHTS.name), file.get_tensor(FLAT.name)
-    assert weights.shape == (64, 100) and weights.dtype == torch.float32
-    assert flat.shape == (2000,) and flat.dtype == torch.bfloat16
-    begin = arena.image.stepped.begin
-    assert weights.numpy().tobytes() == arena.slot(0)[begin : begin + WEIGHTS.nbytes]
-
-
-def test_the_last_slot_of_an_arena_is_renewed_in_one_step(node_dir: Path, reopened: Reopened) -> None:
-    """Nothing else shows whose arena it is."""
-    Arena.create(node_dir, MANIFEST, 2, allocate=1).close()
-    path = arena_path(node_dir, MANIFEST)
-    (path / "header").unlink()
-    os.truncate(path / slots.slot_name(0), 8192)
-    arena = Arena.open(path, writable=True)
-    assert arena.slot_error(0) is not None
-    arena.renew(0)
-    write(arena, 0, 7)
-    again = reopened(arena)
-    assert again.find(SnapshotId(LINEAGE, 7)) == 0 and not again.verify(0)
-
-
 def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path, arena: Arena, reopened: Reopened) -> None:
     path = arena.path
     for name in ("parity.peer.0", "checks", ".slot1.0123abcd.new"):
@@ -148,22 +123,6 @@ def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path, arena
     assert reopened(anew).find(SnapshotId(LINEAGE, 7)) == 0
 
 
-def test_no_room_for_an_arena_made_anew_leaves_its_parity(
-    node_dir: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = arena.path
-    (path / "parity.peer.0").write_text("parity")
-    clear_arena(path)
-
-    def full(*_: object, **__: object) -> None:
-        raise MemoryBudgetError("no room")
-
-    monkeypatch.setattr(slots, "create_mapping", full)
-    with pytest.raises(MemoryBudgetError):
-        Arena.create(node_dir, MANIFEST, 2)
-    assert (path / "parity.peer.0").exists() and not list(path.glob("slot*"))
-
-
 def test_create_refuses_to_replace(node_dir: Path, arena: Arena) -> None:
     write(arena, 0, 3)
     with raises(ArenaError, "exists", "open", "remove"):
@@ -172,36 +131,6 @@ def test_create_refuses_to_replace(node_dir: Path, arena: Arena) -> None:
     arena.remove()
     assert list(node_dir.iterdir()) == []
     Arena.create(node_dir, MANIFEST, 2).close()
-
-
-def test_stale_temporaries_of_the_same_shard_go_away(node_dir: Path) -> None:
-    name = arena_path(node_dir, MANIFEST).name
-    stale = [node_dir / f".{name}.new-1", node_dir / f".{MANIFEST.shard}.00000000.gone-22"]
-    other = node_dir / ".tp1-pp0.00000000.new-1"
-    for directory in (*stale, other):
-        directory.mkdir()
-        (directory / "slot0.safetensors").write_bytes(b"half")
-    assert list_arenas(node_dir) == []
-    Arena.create(node_dir, MANIFEST, 2).close()
-    assert not any(directory.exists() for directory in stale)
-    assert other.exists()
-
-
-def test_no_room_is_an_error_and_leaves_nothing(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    reserve = os.posix_fallocate
-
-    def full(fd: int, offset: int, length: int) -> None:
-        calls.append(length)
-        if len(calls) > 1:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserve(fd, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with raises(MemoryBudgetError, "bytes", "--ftckpt-arena") as caught:
-        Arena.create(node_dir, MANIFEST, 2)
-    assert len(calls) == 2 and list(node_dir.iterdir()) == []
-    assert caught.tb is not None and not _mapped(node_dir)  # although the traceback holds the frames
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
@@ -229,28 +158,6 @@ def test_a_full_tmpfs_is_an_error_not_a_sigbus(tmp_path: Path) -> None:
             Arena.open(arena.path, writable=True)
     finally:
         os.system(f"umount {tmp_path}")
-
-
-def test_verify_names_what_is_bad_and_reports_progress(arena: Arena) -> None:
-    write(arena, 0, 3)
-    path, image = arena.path / "slot0.safetensors", arena.image
-    for at in (9, image.chunks[2].begin, image.chunks[-1].end - 1, image.objects.begin, image.volatile.end):
-        flip(path, at)
-    seen: list[tuple[int, int]] = []
-    bad = arena.verify(0, lambda done, whole: seen.append((done, whole))).names
-    assert bad == ["header", "padding", "chunk 2", f"chunk {len(image.chunks) - 1}", "objects"]
-    assert seen[-1] == (image.file_bytes, image.file_bytes) and seen == sorted(seen)
-    flip(arena.path / "control", FORMAT.records_offset + 40)
-    assert arena.verify(0).names == ["record"]
-
-
-def test_objects_longer_than_their_room_are_bad(arena: Arena) -> None:
-    arena.control.begin(0)
-    arena.control.set_objects(0, 5001, 0)
-    arena.control.seal(0, SnapshotId(LINEAGE, 1))
-    with raises(CorruptError, "5000"):
-        arena.read_objects(0)
-    assert "objects" in arena.verify(0).names
 
 
 def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
@@ -282,14 +189,6 @@ def test_a_truncated_slot_spoils_only_itself(arena: Arena, reopened: Reopened, l
         again.slot(0)
 
 
-def test_a_slot_with_holes_is_filled_before_it_is_written(arena: Arena, reopened: Reopened) -> None:
-    slot = arena.path / "slot1.safetensors"
-    os.truncate(slot, 4096)
-    os.truncate(slot, arena.image.file_bytes)
-    again = reopened(arena, writable=True)
-    assert slot.stat().st_blocks * 512 >= again.image.file_bytes
-
-
 def test_an_arena_is_known_by_any_sound_header(arena: Arena, reopened: Reopened) -> None:
     write(arena, 0, 3)
     write(arena, 1, 4)
@@ -299,31 +198,6 @@ def test_an_arena_is_known_by_any_sound_header(arena: Arena, reopened: Reopened)
         flip(arena.path / name, 3)
     with raises(CorruptError, "slot0", "slot1", "header"):
         Arena.open(arena.path)
-
-
-def test_an_arena_is_one_before_a_slot_has_memory(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2, allocate=0)
-    with closing(Arena.open(arena.path)) as seen:
-        assert seen.manifest == MANIFEST and not any(map(seen.allocated, range(2)))
-        arena.allocate(1)
-        write(arena, 1, 7)
-        seen.map(1)
-        assert seen.find(SnapshotId(LINEAGE, 7)) == 1 and not seen.verify(1)
-    arena.free(1)
-    arena.close()
-    with closing(Arena.open(arena.path, writable=True)) as again:
-        assert not again.snapshots()
-
-
-def test_slots_of_another_manifest_are_corrupt(node_dir: Path) -> None:
-    other = Manifest({"tp": 1, "pp": 0}, {"tp": 1}, (WEIGHTS, FLAT), (RNG,), 5000, 8192)
-    arenas = [Arena.create(node_dir, manifest, 1) for manifest in (MANIFEST, other)]
-    for arena in arenas:
-        arena.close()
-    for name in ("slot0.safetensors", "header"):
-        shutil.copy(arenas[1].path / name, arenas[0].path / name)
-    with raises(CorruptError):
-        Arena.open(arenas[0].path)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "flipped"])
@@ -360,44 +234,8 @@ def test_a_link_in_place_of_a_slot_is_not_followed(node_dir: Path, arena: Arena,
     assert again.slot_error(1) is not None and again.slot_error(0) is None
 
 
-def test_a_missing_arena(node_dir: Path) -> None:
-    with pytest.raises(ArenaError):
-        Arena.open(node_dir / "tp9.00000000")
-
-
 def used_bytes(arena: Arena) -> int:
     return sum(path.stat().st_blocks * 512 for path in arena.path.iterdir() if "slot" in path.name)
-
-
-def test_slots_without_memory(node_dir: Path, reopened: Reopened) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 3, allocate=1)
-    assert [arena.allocated(slot) for slot in range(3)] == [True, False, False] and arena.control.slots == 3
-    assert used_bytes(arena) == arena.image.file_bytes
-    error = arena.slot_error(2)
-    assert error is not None and not lacks(error, "slot2.safetensors")
-    assert arena.verify(2).names == [error]
-    with pytest.raises(ArenaError) as caught:
-        arena.slot(2)
-    assert not isinstance(caught.value, CorruptError)
-    assert not arena.header_good(2)
-    arena.allocate(2)
-    write(arena, 2, 7)
-    arena.allocate(2)
-    assert not arena.verify(2), "allocating what is there must not touch it"
-    again = reopened(arena, writable=True)
-    assert [again.allocated(slot) for slot in range(3)] == [True, False, True] and not again.verify(2)
-    again.allocate(1)
-    write(again, 1, 8)
-    assert not again.verify(1) and used_bytes(again) == 3 * again.image.file_bytes
-    again.remove()
-    assert list(node_dir.iterdir()) == []
-
-
-@pytest.mark.parametrize("allocate", [3, -1])
-def test_impossible_numbers_of_slots_to_allocate(node_dir: Path, allocate: int) -> None:
-    with raises(ConfigError, "0", "2"):
-        Arena.create(node_dir, MANIFEST, 2, allocate)
-    assert list(node_dir.iterdir()) == []
 
 
 def test_a_freed_slot_gives_its_memory_back(arena: Arena) -> None:
@@ -413,80 +251,6 @@ def test_a_freed_slot_gives_its_memory_back(arena: Arena) -> None:
     arena.allocate(0)
     write(arena, 0, 5)
     assert not arena.verify(0)
-
-
-def test_memory_of_a_freed_slot_comes_back_with_its_last_view(arena: Arena) -> None:
-    first, second = np.frombuffer(arena.slot(0), np.uint8), torch.frombuffer(arena.slot(0), dtype=torch.uint8)
-    arena.free(0)
-    assert _mapped(arena.path / "slot0")
-    arena.allocate(0)  # another file: what the old view writes does not reach it
-    second[-1] = 7
-    assert arena.slot(0)[-1] == 0
-    arena.close()
-    del first
-    assert _mapped(arena.path / "slot0")
-    del second
-    assert not _mapped(arena.path)
-
-
-@pytest.mark.parametrize("state", ["WRITING", "SEALED", "torn"])
-def test_a_missing_file_is_damage_unless_the_record_is_empty(
-    node_dir: Path, arena: Arena, reopened: Reopened, state: str
-) -> None:
-    write(arena, 0, 3)
-    if state == "WRITING":
-        arena.control.begin(0)
-    if state == "torn":
-        flip(arena.path / "control", FORMAT.records_offset + 30)
-    (arena.path / "slot0.safetensors").unlink()
-    again = reopened(arena)
-    assert again.allocated(0)
-    with pytest.raises(CorruptError, match="slot0"):
-        again.slot(0)
-    (report,) = inventory_of(node_dir).arenas
-    assert len(report.problems) == 1 and "slot 0" in report.problems[0]
-    again = reopened(again, writable=True)
-    again.renew(0)
-    write(again, 0, 5)
-    assert not again.verify(0)
-
-
-def test_a_slot_that_is_not_allocated_is_no_problem_of_the_inventory(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2, allocate=1)
-    write(arena, 0, 3)
-    (report,) = inventory_of(node_dir).arenas
-    assert report.problems == () and [slot.index for slot in report.slots] == [0]
-    arena.close()
-
-
-def test_a_slot_freed_or_allocated_while_a_reader_opens(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(arena, 1, 4)
-    opened = slots.open_mapping
-
-    def allocated_after(path: Path, *args: Any, **options: Any) -> Any:
-        try:
-            return opened(path, *args, **options)
-        finally:
-            if args[0] and path.name == "slot0.safetensors" and not arena.allocated(0):
-                arena.allocate(0)
-                write(arena, 0, 5)
-
-    def freed_before(path: Path, *args: Any, **options: Any) -> Any:
-        if args[0] and path.name == "slot0.safetensors" and arena.allocated(0):
-            arena.free(0)
-        return opened(path, *args, **options)
-
-    arena.free(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "open_mapping", allocated_after)
-        reader = Arena.open(arena.path)
-    assert not reader.verify(0)
-    reader.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "open_mapping", freed_before)
-        reader = Arena.open(arena.path)
-    assert not reader.allocated(0)
-    reader.close()
 
 
 def test_no_room_for_a_slot_changes_nothing(node_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,7 +300,128 @@ def test_close_with_views_alive(node_dir: Path, arena: Arena) -> None:
     assert not _mapped(node_dir)
 
 
-def test_close_gives_the_memory_back(arena: Arena) -> None:
-    assert _mapped(arena.path.parent)
-    arena.close()
-    assert not _mapped(arena.path.parent)
+def taken(arena: Arena, slot: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
+    return np.array([arena.hash_chunk(slot, chunk) for chunk in range(len(arena.image.chunks))], np.uint64)
+
+
+def checks_of(arena: Arena) -> Checks:
+    """As the SMP opens it."""
+    return Checks.create_or_open(arena.path, 2, len(arena.image.chunks), MANIFEST.digest, writable=True)
+
+
+def named(arena: Arena, slot: int) -> SealId:
+    seal_id = arena.control.record(slot).seal_id
+    assert seal_id is not None
+    return seal_id
+
+
+def flip_slot(arena: Arena, at: int, bit: int = 0) -> None:
+    flip(arena.path / "slot0.safetensors", at, bit)
+
+
+def test_a_snapshot_comes_further_step_by_step(arena: Arena) -> None:
+    assert arena.state(0) == SlotState.EMPTY and arena.hashes(0) is None and not arena.unchecked(0)
+    arena.control.begin(0)
+    assert arena.state(0) == SlotState.WRITING and not arena.unchecked(0)
+    fill(arena, 0, 3, hashed=False)
+    assert arena.state(0) == SlotState.SEALED and arena.unchecked(0)
+    assert arena.checks is None and arena.check(0) is None and arena.hashes(0) is None
+    checks = checks_of(arena)
+    assert arena.checks is not None and arena.check(0) is None and arena.unchecked(0)
+    hashes = taken(arena, 0)
+    checks.store_checked(0, named(arena, 0), hashes, 0.5)
+    check, found = arena.check(0), arena.hashes(0)
+    assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)
+    assert check is not None and check.gap_secs == 0.5
+    assert found is not None and found.tolist() == hashes.tolist()
+    checks.store_encoded(0, named(arena, 0))
+    assert arena.state(0) == SlotState.CHECKED, "this node alone has done its part"
+    arena.control.mark_protected(SnapshotId(LINEAGE, 2))
+    assert arena.state(0) == SlotState.CHECKED
+    arena.control.mark_protected(SnapshotId(OTHER, 3))
+    assert arena.state(0) == SlotState.CHECKED
+    arena.control.mark_protected(SnapshotId(LINEAGE, 3))
+    assert arena.state(0) == SlotState.PROTECTED
+    again = Arena.open(arena.path)
+    assert again.state(0) == SlotState.PROTECTED and not again.verify(0) and not again.unchecked(0)
+    again.close()
+    arena.control.void(0)
+    assert arena.state(0) == SlotState.EMPTY and arena.hashes(0) is None and not arena.unchecked(0)
+
+
+@pytest.mark.parametrize("lineage", [LINEAGE, OTHER])
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_checks_of_a_slots_earlier_snapshot_do_not_count(arena: Arena, lineage: bytes, iteration: int) -> None:
+    fill(arena, 0, 3, hashed=False)
+    checks = checks_of(arena)
+    checks.store_checked(0, named(arena, 0), taken(arena, 0), 0.5)
+    checks.store_encoded(0, named(arena, 0))
+    arena.control.mark_protected(SnapshotId(LINEAGE, 3))
+    assert arena.state(0) == SlotState.PROTECTED
+    arena.control.void(0)
+    fill(arena, 0, iteration, hashed=False, lineage=lineage)
+    assert arena.check(0) is None and arena.hashes(0) is None and arena.unchecked(0)
+    assert arena.state(0) == SlotState.SEALED, "the same iteration, written anew, is another snapshot"
+    assert not arena.verify(0)
+
+
+def test_an_unchecked_slot_is_verified_as_far_as_it_can_be(arena: Arena) -> None:
+    image = arena.image
+    fill(arena, 0, 3, hashed=False)
+    seen: list[tuple[int, int]] = []
+    assert not arena.verify(0, lambda *progress: seen.append(progress))
+    assert seen[-1] == (image.file_bytes, image.file_bytes)
+    flip_slot(arena, image.chunks[1].begin)
+    assert not arena.verify(0) and arena.unchecked(0), "a chunk without a hash is neither good nor bad"
+    pads = [pad.begin for pad in image.pads if pad.nbytes]
+    assert len(pads) == len(image.sections) + 2
+    for at, name in [(9, "header"), (image.objects.begin, "objects"), *((pad, "padding") for pad in pads)]:
+        flip_slot(arena, at)
+        assert arena.verify(0).names == [name]
+        flip_slot(arena, at)
+    checks = checks_of(arena)
+    flip_slot(arena, image.chunks[1].begin)
+    checks.store_checked(0, named(arena, 0), taken(arena, 0), 0.5)
+    for chunk, span in enumerate(image.chunks):
+        flip_slot(arena, span.end - 1)
+        assert arena.verify(0).names == [f"chunk {chunk}"]
+        flip_slot(arena, span.end - 1)
+    assert not arena.verify(0)
+
+
+def test_every_byte_of_a_slot_with_sections_is_verified(arena: Arena) -> None:
+    fill(arena, 0, 3, hashed=True)
+    image, rng = arena.image, np.random.default_rng(5)
+    dead = range(image.objects.begin + arena.control.record(0).objects_used, image.objects.end)
+    for at in [*rng.integers(0, image.file_bytes, 600).tolist(), 0, image.file_bytes - 1]:
+        flip_slot(arena, at, at % 8)
+        assert len(arena.verify(0).names) == (0 if at in dead else 1), at
+        flip_slot(arena, at, at % 8)
+    assert not arena.verify(0)
+
+
+CHANGED = {"flipped": 40, "of another version": 8, "of another arena": 32}
+"""The byte of the header; its checksum is wrong where it was flipped."""
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", *CHANGED])
+def test_a_bad_checks_file_is_as_good_as_none(arena: Arena, damage: str) -> None:
+    fill(arena, 0, 3, hashed=False)
+    fill(arena, 1, 4, hashed=True)
+    checks_of(arena).store_checked(0, named(arena, 0), taken(arena, 0), 0.5)
+    path = arena.path / CHECKS_NAME
+    assert arena.state(0) == SlotState.CHECKED
+    data = bytearray(path.read_bytes())
+    if damage in CHANGED:
+        data[CHANGED[damage]] ^= 1
+    if damage != "flipped":
+        data[504:512] = xxhash.xxh3_64_intdigest(bytes(data[:504])).to_bytes(8, "little")
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(b"" if damage == "empty" else data)
+    for view in (arena, Arena.open(arena.path)):
+        assert view.checks is None and view.unchecked(0) and view.state(0) == SlotState.SEALED
+        assert not view.verify(0) and not view.verify(1) and not view.unchecked(1)
+    again = checks_of(arena)  # an SMP starts and makes a new one
+    again.store_checked(0, named(arena, 0), taken(arena, 0), 0.25)
+    assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from pathlib import Path
 
 import pytest
 
@@ -65,18 +64,6 @@ def test_no_more_than_a_share_of_the_cores_that_idle_is_taken(busy: float, part:
     assert machine.taken(600.0, secs) == pytest.approx(max(0.1 * CORES * part, least), rel=0.1)
 
 
-def test_the_share_goes_by_what_idles_now() -> None:
-    machine = Machine(0.0)
-    assert machine.taken(60.0, 0.5) == pytest.approx(0.4, rel=0.1)
-    machine.busy = 1.0
-    machine.taken(60.0, 0.5)
-    assert machine.taken(300.0, 0.5) == pytest.approx(0.04, rel=0.1)
-    assert machine.share.idle == pytest.approx(0.0, abs=0.01)
-    machine.busy = 0.0
-    machine.taken(60.0, 0.5)
-    assert machine.taken(60.0, 0.5) == pytest.approx(0.4, rel=0.1)
-
-
 def test_threads_are_for_cores_that_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     machine = Machine(0.0)
@@ -89,42 +76,6 @@ def test_threads_are_for_cores_that_idle(monkeypatch: pytest.MonkeyPatch) -> Non
     machine.go(2.0)
     machine.share.note()
     assert machine.share.threads(4) == 1
-
-
-def test_where_the_system_does_not_tell_the_share_is_as_it_was_set() -> None:
-    machine = Machine(1.0)
-    machine.taken(60.0, 0.5)
-    machine.tells = False
-    machine.taken(60.0, 0.5)
-    assert machine.taken(300.0, 0.5) == pytest.approx(0.4, rel=0.1) and machine.share.idle == 1.0
-
-
-def test_small_states_wait_for_nothing_at_first_and_little_later() -> None:
-    """5 ms each, of cores that are all busy: a start has some of them in a row."""
-    machine = Machine(1.0)
-    machine.go(1.5)
-    for _ in range(30):
-        machine.work(0.005, 0.005)
-        assert machine.paid
-    waits = []
-    for _ in range(100):
-        machine.work(0.005, 0.005)
-        waits.append(max(0.0, machine.share.due_secs - machine.now))
-        machine.go(waits[-1])
-    assert max(waits) <= 0.005 / 0.04
-
-
-def test_what_was_taken_long_ago_is_not_paid_for_ever_and_without_a_share_never() -> None:
-    for busy in (0.0, 1.0):
-        machine, free = Machine(busy), Machine(busy, share=0.0)
-        for each in (machine, free):
-            each.go(1000.0, 1.0)
-            each.share.note()
-        assert free.paid and not machine.paid
-        machine.go(MAX_REST_SECS)
-        assert machine.paid
-        machine.work(0.01)
-        assert machine.share.due_secs - machine.now < 1.0, "what was not paid by then never is"
 
 
 @pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
@@ -156,20 +107,3 @@ def test_cores_are_counted_as_the_kernel_tells(monkeypatch: pytest.MonkeyPatch) 
     assert core_secs({0, 1}) == CoreSecs(10.0, 14.7)
     assert core_secs({2, 12}) == CoreSecs(2.0, 10.0)
     assert core_secs({77}) == CoreSecs(0.0, 0.0), "whose share is as it was set"
-
-
-@pytest.mark.parametrize("text", [None, "cpu0 1 2\n", "cpu0 a b c d e\n"])
-def test_where_the_kernel_does_not_tell_nothing_is_known(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    def opened(path: str) -> io.StringIO:
-        if text is None:
-            raise FileNotFoundError(path)
-        return io.StringIO(text)
-
-    monkeypatch.setattr("builtins.open", opened)
-    assert core_secs({0}) is None
-
-
-@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the kernel does not tell")
-def test_this_machine_tells() -> None:
-    seen = core_secs(range(4096))
-    assert seen is not None and 0 <= seen.idle <= seen.all
