@@ -20,6 +20,7 @@ import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.frameworks.versions import TESTED
 from ftckpt.megatron import callbacks
+from ftckpt.megatron.job import ALIAS, CORE
 from tests.support import patch_files
 from tests.support.errors import lacks
 from tests.support.interpreters import run_python
@@ -67,7 +68,7 @@ def test_a_patch_only_adds_lines(name: str) -> None:
 def test_each_added_line_is_a_call_that_the_function_takes(name: str) -> None:
     called = set()
     for line, call, target in calls(name):
-        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == callbacks.ALIAS, line
+        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == ALIAS, line
         assert call.func.attr in LINES, line
         assert not call.keywords and all(isinstance(argument, ast.Name) for argument in call.args), line
         inspect.signature(getattr(callbacks, call.func.attr)).bind(*call.args)
@@ -82,7 +83,7 @@ def test_every_place_has_its_lines(name: str) -> None:
     added = [call.func.attr for _, call, _ in calls(name) if isinstance(call.func, ast.Attribute)]
     assert {word: added.count(word) for word in LINES} == LINES
     files = {path.removesuffix(".py").replace("/", ".") for path in patch_files.hunks(name)}
-    assert files == {*callbacks.CORE, *(f"megatron.training.{n}" for n in ("arguments", "initialize", "training"))}
+    assert files == {*CORE, *(f"megatron.training.{n}" for n in ("arguments", "initialize", "training"))}
 
 
 def test_each_function_is_documented_and_each_patched_release_is_known() -> None:
