@@ -77,18 +77,20 @@ class _Frameworks:
 
     def _train_loop(self, _: ModuleType | None = None) -> None:
         if ftckpt.megatron.door.config.enabled:
-            from ftckpt.megatron import hooks
+            from ftckpt.megatron import train_loop
 
-            hooks.install_in_train_loop()
+            train_loop.install()
 
     def _deepspeed(self, _: ModuleType | None = None) -> None:
         if self._closers:  # Megatron trains, and another module has imported DeepSpeed
             return
+        from ftckpt.frameworks.rendezvous import isolate
+
         section.configure(self._settings)
         # Engines are destroyed after errors as well; only the runner knows how the script ends.
-        active_engine.leave_the_end_to_the_runner()
+        active_engine.is_ended_by_runner = True
         entry.prepare_storage(section.foreseen(self._arguments))
-        launcher.isolate()  # always, because the JSON that may switch ftckpt on is not read yet
+        isolate()  # always, because the JSON that may switch ftckpt on is not read yet
         self._closers.append(ftckpt.deepspeed.close)
 
 

@@ -297,7 +297,7 @@ def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective
 def test_an_arena_of_which_no_slot_has_its_memory_yet_is_not_ready() -> None:
     """The others would begin a snapshot that this rank cannot take."""
     capture = Capture.__new__(Capture)
-    capture._flight, capture._held, capture._slots = None, {}, {}
+    capture._taken, capture._held, capture._slots = None, {}, {}
     assert not capture.is_ready(())
 
 

@@ -31,6 +31,7 @@ BASE = {
 """May be imported by all; ``ftckpt`` itself loads lazily."""
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "ftckpt": {"frameworks.launcher"},  # shows an invalid ``ftckpt.Config`` as one line
     "array_types": set(),
     "errors": set(),
     "event_file": {"forks"},
