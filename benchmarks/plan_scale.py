@@ -35,7 +35,7 @@ from ftckpt.model.manifest import shard_name
 from ftckpt.model.replica_groups import Groups, find_groups, pack
 from ftckpt.model.replicas import ReplicaSets, identity, without_small
 from ftckpt.model.shares import Shares, bounded_capacities, choose, loads
-from tests.support.replica_sets import replica_sets
+from tests.support.choosing import replica_sets
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
 """Ranks: tensor, pipeline, data parallel. Ranks are numbered in this order: tensor, then data, then pipeline."""

@@ -26,7 +26,8 @@ from ftckpt.errors import ArenaError, FtckptError
 from ftckpt.memory.directory import clean_job, job_node_path, list_arenas
 from ftckpt.smp.client import SmpClient
 from tests.support import faults
-from tests.support.processes import ARENA, ROOT, STOP_SECS, Processes, RunError, is_running
+from tests.support.processes import ARENA, STOP_SECS, Processes, RunError, is_running
+from tests.support.repository import ROOT
 
 NODES = ("node0", "node1")
 LOST_NODE, REPLACEMENT = "node1", "node2"
@@ -497,7 +498,7 @@ class Watch:
         """Whether the SMP of ``node`` works on a snapshot, or is too busy to answer."""
         client = SmpClient(job_node_path(ARENA, self._job, node), ARENA, self._job, node)
         try:
-            return bool(client.status(_ANSWER_SECS)["duties"]["covering"])
+            return bool(client.status(_ANSWER_SECS)["tasks"]["encoding"])
         except FtckptError:
             return True
 

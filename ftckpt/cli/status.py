@@ -286,9 +286,9 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
             problem = f"cannot be read: {error}"
     flushing = None
     for node in seen.nodes:
-        duties = (node.smp or {}).get("duties", {})
-        problem = problem or duties.get("storage", {}).get("problem", "")
-        flushing = (duties.get("flushing") or {}).get("iteration", flushing)
+        tasks = (node.smp or {}).get("tasks", {})
+        problem = problem or tasks.get("storage", {}).get("problem", "")
+        flushing = (tasks.get("flushing") or {}).get("iteration", flushing)
     return {"where": where, "iterations": stored, "flushing": flushing, "problem": problem}, stored
 
 

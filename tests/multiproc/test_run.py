@@ -18,8 +18,7 @@ import pytest
 
 from ftckpt.runner import notes
 from ftckpt.runner.preload import ForkServer, RefusedError
-from tests.support.launching import free_ports
-from tests.support.processes import command_line, is_running
+from tests.support.processes import command_line, free_ports, is_running
 from tests.support.running import READY, Running
 from tests.support.tiers import by_default
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import lacks
 from tests.support.flips import flip
-from tests.support.golden import is_golden
+from tests.support.repository import is_golden
 from tests.support.smp_nodes import fill
 
 REPOSITORY = Path(__file__).parents[2]
@@ -111,7 +111,7 @@ def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pyt
     control.mark_target(SnapshotId(LINEAGE, 121))
     is_golden("inspect_target", shown()[1], arena=path.name)
     control.mark_target(None)
-    checks.store_covered(0, named)
+    checks.store_encoded(0, named)
     control.mark_protected(SnapshotId(LINEAGE, 121))
     state, out = shown()
     assert state == ["PROTECTED", "121", "0.250s", "yes"]

@@ -24,8 +24,8 @@ from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from ftckpt.universal.verification import verify
 from tests.support.errors import lacks
-from tests.support.golden import is_golden
 from tests.support.pool import run_ranks
+from tests.support.repository import is_golden
 
 TENSORS = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
 

@@ -17,8 +17,11 @@ from ftckpt.cli.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
 from tests.support.errors import lacks
-from tests.support.failure_rows import ONE_NODE, ONE_RACK, TWO_ARENAS, TWO_NODES
-from tests.support.golden import is_golden
+from tests.support.repository import is_golden
+
+TWO_ARENAS = "any two arenas"
+ONE_NODE, TWO_NODES = "one node", "any two nodes"
+ONE_RACK = "one rack"
 
 BYTES_PER_PARAM = 12
 SIZE = "--tp 8 --pp 8 --dp 8 --gpus-per-node 8 --params 34e9"

@@ -16,7 +16,7 @@ from ftckpt.persist.retention import pinned, void
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
-from tests.support.golden import is_golden
+from tests.support.repository import is_golden
 from tests.support.smp_nodes import LINEAGE
 
 

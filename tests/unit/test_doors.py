@@ -28,7 +28,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
 from tests.support.errors import raises
-from tests.support.recorder import Recorder
+from tests.support.plain import Recorder
 
 # --- patches ---
 

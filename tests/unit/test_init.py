@@ -13,7 +13,7 @@ import pytest
 from ftckpt.cli import init
 from ftckpt.cli.main import main
 from tests.support.errors import lacks
-from tests.support.launching import ROOT
+from tests.support.repository import ROOT
 
 
 def files(folder: Path) -> set[str]:

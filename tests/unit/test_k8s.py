@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ftckpt.config import Config
-from tests.support.launching import ROOT
+from tests.support.repository import ROOT
 
 MANIFESTS = sorted((ROOT / "launch" / "k8s").glob("*.yaml"))
 RELEASES = ("1.29", "1.37")

@@ -16,8 +16,8 @@ import pytest
 
 from ftckpt.frameworks.launcher import job_name, node_name
 from tests.support.errors import lacks
-from tests.support.launching import ROOT, Call, Standins
-from tests.support.repository import repository_files
+from tests.support.launching import Call, Standins
+from tests.support.repository import ROOT, repository_files
 from tests.support.waiting import until
 
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")

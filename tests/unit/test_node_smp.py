@@ -37,7 +37,7 @@ class Saying:
     def status(self) -> dict[str, Any]:
         if not self.problems:
             raise SmpError("it does not answer")
-        return {"duties": {"storage": {"problem": self.problems.pop(0)}}}
+        return {"tasks": {"storage": {"problem": self.problems.pop(0)}}}
 
 
 def asked(client: Saying | None, *goes_on: bool) -> str:

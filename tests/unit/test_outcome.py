@@ -19,7 +19,7 @@ from ftckpt.memory.launch_record import LauncherRun, RunOutcome, launcher_run
 from ftckpt.memory.page import owner_word, pid_namespace
 from ftckpt.runner import worker
 from tests.support.errors import lacks
-from tests.support.interpreters import run_python
+from tests.support.processes import run_python
 
 
 @pytest.fixture(autouse=True)

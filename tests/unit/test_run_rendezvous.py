@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from ftckpt.runner import rendezvous
 from ftckpt.runner.agent_ring import AgentRing
 from ftckpt.runner.rendezvous import drop_ended, poll_often
-from tests.support.launching import free_ports
+from tests.support.processes import free_ports
 from tests.support.waiting import until
 
 
