@@ -195,7 +195,7 @@ class Ftckpt(System):
     def is_ready(self) -> bool:
         """Whether the SMP runs, where one is needed."""
         is_alone = self._config.protect == "none" and not self._config.persist
-        return is_alone or bool(self.checkpointer._protection.smp_guards)
+        return is_alone or bool(self.checkpointer.rank.protection.smp_guards)
 
     def _look(self) -> None:
         """Note what is protected and stored by now."""

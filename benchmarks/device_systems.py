@@ -131,7 +131,7 @@ class Ftckpt(System):
             if time.perf_counter() - begin > SETTLING_SECS:
                 raise TimeoutError(f"slots are not pinned after {SETTLING_SECS:g} s")
         self._settling_secs = time.perf_counter() - begin
-        begin, protection = time.perf_counter(), self.checkpointer._protection
+        begin, protection = time.perf_counter(), self.checkpointer.rank.protection
         while self._smp and not protection.smp_guards and time.perf_counter() - begin < SMP_SECS:
             time.sleep(0.05)
         self._has_smp = protection.smp_guards

@@ -116,14 +116,14 @@ class FlushScheduler:
         if self.tunes:
             self.due = iteration + _FIRST
 
-    def learn(self, verdict: VoteResult, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
+    def learn(self, result: VoteResult, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
         """Apply a vote result; ``newest`` is the snapshot to flush if one is due."""
-        yield from self._settle(verdict, now_secs)
-        yield from self._tune(verdict.flush_interval)
+        yield from self._settle(result, now_secs)
+        yield from self._tune(result.flush_interval)
         self.waits = False
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
-        self.waits = verdict.flushed == TaskState.CANNOT
+        self.waits = result.flushed == TaskState.CANNOT
         if not self.waits:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
             self._last = newest.iteration
@@ -196,14 +196,14 @@ class FlushScheduler:
         text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
         yield Announcement("interval_changed", fields, text)
 
-    def _settle(self, verdict: VoteResult, now_secs: float) -> Iterator[Announcement]:
+    def _settle(self, result: VoteResult, now_secs: float) -> Iterator[Announcement]:
         current = self.current
         # A result may be older than ``current``: a late rank posted its vote before it knew of it.
-        if current is None or verdict.flush != current.iteration or verdict.flushed == TaskState.WORKING:
+        if current is None or result.flush != current.iteration or result.flushed == TaskState.WORKING:
             return
         secs, self.current = now_secs - self.chosen_secs, None
         fields = {"iteration": current.iteration, "secs": secs}
-        if verdict.flushed == TaskState.DONE:
+        if result.flushed == TaskState.DONE:
             self.persisted = current
             self._took_secs.append(secs)
             self._judges = self.tunes

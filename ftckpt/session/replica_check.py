@@ -128,16 +128,16 @@ class ReplicaCheck:
         is_alarm_due = self._alarm is not None and number >= self._alarm + self._delay
         return self._is_stale or is_alarm_due or self._proofs.due(number)
 
-    def compare(self, verdict: VoteResult) -> list[Divergence]:
-        """Apply the sample that accompanied ``verdict``."""
-        iteration = self._iterations.pop(verdict.number, -1)
-        if verdict.replicas == SampleOutcome.MATCHED:
-            self._trust.match(verdict.number, iteration)
-        if verdict.replicas != SampleOutcome.DIFFER or self._alarm is not None:
+    def compare(self, result: VoteResult) -> list[Divergence]:
+        """Apply the sample that accompanied ``result``."""
+        iteration = self._iterations.pop(result.number, -1)
+        if result.replicas == SampleOutcome.MATCHED:
+            self._trust.match(result.number, iteration)
+        if result.replicas != SampleOutcome.DIFFER or self._alarm is not None:
             return []
-        if verdict.number < self._proved:  # read late: a newer proof has settled it
+        if result.number < self._proved:  # read late: a newer proof has settled it
             return [Divergence(self._trusted_before, iteration)]
-        self._alarm = verdict.number
+        self._alarm = result.number
         return [Divergence(self.trusted, iteration)]
 
     def mistrust(self) -> list[Divergence]:

@@ -139,25 +139,20 @@ def told(failing: Failing) -> str:
 MICRO = 4
 """Micro-batches of an iteration, and so calls of the forward function."""
 
-WHILE_TRAINING = [Failure("masters written", 0), Failure("data", 1)]
-ELSEWHERE = [
+TRAINING = [
+    Failure("masters written", 0),
     Failure("forward", 1, nth=3 * MICRO + 2),
-    Failure("backward", 0),
     Failure("after fence", 1),
     Failure("weights written", 0),
     Failure("boundary", 1),
     Failure("in step", 1, "interrupt"),
     Failure("save object", 0, "exit"),
-    Failure("after step", 0),
     Failure("data", ALL),
     Failure("forward", 0, nth=3 * MICRO + 2, cleanup="destroy"),
 ]
-
-
 RESTARTING = [Failure("after step", 0), Failure("load object", 1, nth=1)]
 # Never three in a row without a snapshot: that ends the job.
-RESTARTING_ELSEWHERE = [
-    Failure("forward", 1, nth=MICRO - 1),
+STARTING = [
     Failure("attach", 0, nth=1),
     Failure("after step", 0),
     Failure("describe", 1, nth=1),
@@ -165,14 +160,6 @@ RESTARTING_ELSEWHERE = [
     Failure("after step", 1),
     Failure("lay out", 1, nth=1),
     Failure("finish load", 0, nth=1),
-]
-RESTARTING_ELSEWISE = [
-    Failure("after step", 0),
-    Failure("attach", 1, nth=1),
-    Failure("describe", 0, nth=1),
-    Failure("after step", 1),
-    Failure("choose", 1, nth=1),
-    Failure("lay out", 0, nth=1),
     Failure("after step", 0),
     Failure("restored", 1, nth=1),
     Failure("forward", 0, nth=1),
@@ -188,17 +175,13 @@ def test_an_error_at_a_restart(failing: Failing) -> None:
     assert text.count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(RESTARTING)
 
 
-LEAVING = [Failure("after fence", 1, "exit"), Failure("data", 0, "SIGTERM")]
-LEAVING_ELSEWISE = [
-    Failure("data", 1, "exit at once"),
+LEAVING = [
+    Failure("after fence", 1, "exit"),
+    Failure("data", 0, "SIGTERM"),
     Failure("after fence", 0, "SIGINT"),
-    Failure("forward", 0, "interrupt", nth=3 * MICRO + 2),
-    Failure("after step", 1, "SIGTERM"),
     Failure("proof", 1, "exit"),
     Failure("data", ALL, "exit"),
 ]
-
-
 AT_THE_END = [Failure("end", 0, nth=1), Failure("close", 1, nth=1), Failure("closed", 0, nth=1)]
 
 
@@ -218,12 +201,9 @@ def test_an_error_at_the_end(failing: Failing) -> None:
 CLEANING_UP = [Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"), Failure("data", ALL, cleanup="close")]
 """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
 GOES_ON = {
-    "while training": (WHILE_TRAINING, None),
-    "elsewhere in training": (ELSEWHERE, None),
-    "at a start": (RESTARTING_ELSEWHERE, 2),
-    "elsewhere at a start": (RESTARTING_ELSEWISE, 5),
+    "training": (TRAINING, None),
+    "at a start": (STARTING, 5),
     "a rank leaves": (LEAVING, None),
-    "a rank leaves elsewhere": (LEAVING_ELSEWISE, None),
     "the script closes": (CLEANING_UP, None),
 }
 """Failures, and how often the job goes on from memory if not after each."""
@@ -256,7 +236,7 @@ def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
 LONG = ("--torchrun-arg", "--monitor-interval=600")
 """So that the launcher does not end the others: they must by themselves."""
 
-COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")
+COLLECTIVE = ("save", "choose", "proof", "close")
 
 
 @pytest.mark.slow

@@ -264,7 +264,7 @@ def next_flush(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[in
     checkpointer, _ = plain.make(rank, world_size, settings, NODES[:world_size])
     start = checkpointer.restore()
     checkpointer.close(remove=False)
-    return start, checkpointer._state.flushes.due
+    return start, checkpointer.rank.state.flushes.due
 
 
 def test_what_is_passed_over_is_nothing_that_the_job_has(going_on: dict[str, Any]) -> None:
@@ -523,7 +523,7 @@ def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any], p
         checkpointer.fence()  # behind that of the last rank the others know what all have posted
         state.advance(number, number)
         # The first has a proof, for which all meet; copies that are not done yet are posted in the step.
-        if rank == world_size - 1 and number > 1 and not checkpointer._state.owes_vote:
+        if rank == world_size - 1 and number > 1 and not checkpointer.rank.state.owes_vote:
             passed = [place / f"{other}-{number}" for other in range(rank)]
             until(
                 lambda passed=passed: all(path.exists() for path in passed),

@@ -180,9 +180,9 @@ def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: str) -> Any:
         if iteration == 8:
             if fails == "room" and rank == 0:
                 Protection._require_room = no_room  # type: ignore[method-assign]
-            self._state.proved(stepped=True, changed=True, new_arenas=True)
-            self._snapshots._protect_anew()
-            assert self.arena is not None
+            self.rank.state.proved(stepped=True, changed=True, new_arenas=True)
+            assert self.snapshots is not None and self.arena is not None
+            self.snapshots.protect_new_arena()
             control = self.arena.control
             found.append((control.protected(), control.target()))
         step(self, iteration)
@@ -248,7 +248,7 @@ def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
 
     def watched(self: Checkpointer, newer_than: int = -1) -> int | None:
         start = restore(self, newer_than)
-        marks = self._state.marks
+        marks = self.rank.state.marks
         found.extend(snapshot.iteration if snapshot else None for snapshot in (marks.protected, marks.target))
         return start
 

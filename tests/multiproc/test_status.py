@@ -158,12 +158,12 @@ def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], d
     checkpointer = ftckpt.torch.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
     assert checkpointer is not None
     checkpointer.restore()
-    until(lambda: checkpointer._protection.smp_guards, "its node has an SMP all the same", 30.0)
+    until(lambda: checkpointer.rank.protection.smp_guards, "its node has an SMP all the same", 30.0)
     checkpointer.step(3)
     dist.barrier()
     said = job_status(Path(root), "bare", 5.0)
     dist.barrier()
-    checkpointer._snapshots.execute([checkpointer._state.turn_off("of no matter")])  # type: ignore[union-attr]
+    checkpointer.snapshots.execute([checkpointer.rank.state.turn_off("of no matter")])  # type: ignore[union-attr]
     checkpointer.step(8)
     dist.barrier()
     off = job_status(Path(root), "bare", 5.0)

@@ -99,7 +99,7 @@ from ftckpt.config import Config
 from ftckpt.frameworks import launcher
 
 def main(argv):
-    from ftckpt.session.missing_close import OpenJob
+    from ftckpt.session.reminders import OpenJob
 
     job = OpenJob(Config(job="j"))
     job.begin(Path("/nowhere"), 3)

@@ -160,7 +160,7 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     train(checkpointer, state, [5])
     told["differ"] = message_of(lambda: checkpointer.save_universal(Path(root, "differ")))
     checkpointer.group.barrier()
-    capture = checkpointer._shard.capture if checkpointer._shard is not None else None
+    capture = checkpointer.capture
     assert capture is not None
     if rank == 3:
         check_all(checkpointer.node_dir)
@@ -286,9 +286,8 @@ def megatron_saved(rank: int, world_size: int, root: str) -> list[tuple[list[Any
     job.checkpointer.restore()
     list(train_gpt.train(job))
     job.checkpointer.save_universal(Path(root, "out"))
-    shard = job.checkpointer._shard
-    assert shard is not None
-    pieces = (*shard._described.stepped, *shard._described.volatile)
+    state = job.checkpointer.snapshots.shard.state
+    pieces = (*state.stepped, *state.volatile)
     held = [(p.fragment.to_json(), p.tensor.detach().view(torch.uint8).numpy().tobytes()) for p in pieces]
     job.checkpointer.close(remove=False)
     return held

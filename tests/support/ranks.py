@@ -162,6 +162,10 @@ class Rank:
     read: int = 0
     """Verdicts that it has read."""
     missed: bool = False
+    iteration: int = -1
+    """Of the last snapshot that was due, or of the restored one."""
+    passed: int = -1
+    """The iteration of the last boundary."""
     decision: TakeSnapshot | SkipSnapshot | None = None
     fate: Fate = CALM
 
@@ -173,6 +177,7 @@ class Rank:
             self.state = SessionState(config, protects)
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
+        self.has_stepped = False
         self.flight, self.read, self.waits = None, 0, ""
         self.sampled, self.doubts = (0, 0), []
 
@@ -202,17 +207,19 @@ class Rank:
         if state.off:
             return
         if fate.steps:
-            state.has_stepped = True
+            self.has_stepped = True
         if fate.copies == "failed" and self._drop():
             self._execute(state.fail("copy failed"))
         self._vote(job, fate)
         yield
-        self._execute(state.passes(iteration))
+        last, self.passed = self.passed, iteration
+        self._execute(state.check_order(last, iteration))
         if state.off:
             return
         due = state.boundary(iteration)
         job.heard(self.index, iteration, due)
         if due:
+            self.iteration = iteration
             yield from self._snapshot(job, fate)
             return
         self._seal()  # a copy that was late
@@ -284,7 +291,7 @@ class Rank:
     def _prove(self, job: Job) -> Generator[None]:
         state = self.state
         number = state.interval.number
-        job.proofs.setdefault(number, {})[self.index] = (self._late, state.has_stepped)
+        job.proofs.setdefault(number, {})[self.index] = (self._late, self.has_stepped)
         self.waits = PROOF
         yield
         self.waits = ""
@@ -299,7 +306,7 @@ class Rank:
 
     def _take(self, job: Job, fate: Fate) -> None:
         writable = self._writable()
-        self.decision = self.state.take(bool(writable))
+        self.decision = self.state.take(self.iteration, bool(writable))
         sampled = self.state.interval.number, int(job.drifts and self.index == 0)
         if not isinstance(self.decision, TakeSnapshot):
             if self.decision is not None and not self.state.objection:
@@ -440,7 +447,8 @@ class Job:
         protected = marks.pop() if len(marks) == 1 else None
         for rank in self.ranks:
             rank.state.begin(bytes([self.lives]) * 16, restored, self.now_secs)
-            rank.state.replicas.lay_out(POSITIONS if self.config.replica_check_interval else 0, rank.state.iteration)
+            rank.iteration = rank.passed = restored.iteration if restored is not None else -1
+            rank.state.replicas.lay_out(POSITIONS if self.config.replica_check_interval else 0, rank.iteration)
             if self.protects:
                 target = restored if restored in in_slots else None
                 rank.state.take_over(protected if protected in in_slots else None, target)
@@ -469,7 +477,8 @@ class Job:
             stop_after -= 1
             index = self._next(sorted(steps), choose)
             try:
-                next(steps[index])
+                with patch.object(session, "ERROR_LIMIT", self.error_limit):
+                    next(steps[index])
             except StopIteration:
                 del steps[index]
             self.check()
@@ -517,7 +526,7 @@ class Job:
             if not new_arenas or rank.fate.breaks != "layout":  # that one breaks, with its arena made
                 rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
-                rank.state.replicas.lay_out(POSITIONS, rank.state.iteration)
+                rank.state.replicas.lay_out(POSITIONS, rank.iteration)
                 rank.lay_out_anew()
                 self.layout_broke |= rank.fate.breaks == "layout"
         return True

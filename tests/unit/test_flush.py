@@ -20,7 +20,7 @@ from ftckpt.group import Group
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.memory.lineage_file import write_lineage
 from ftckpt.model import codec
-from ftckpt.model.lineage import FIRST, Lineage, Selection
+from ftckpt.model.lineage import FIRST, UNKNOWN, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
@@ -736,7 +736,7 @@ def claimed(where: Path) -> Seen:
     group = cast(Group, SimpleNamespace(name="this run"))
     NodeSmp(
         Config(job="job", node="a", persist=str(where)), topology, group, seen := Seen(), ["machine"]
-    )._claim_storage()
+    ).claim_storage(UNKNOWN)
     return seen
 
 

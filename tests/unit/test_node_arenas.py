@@ -18,9 +18,9 @@ from ftckpt.memory.control_block import SlotState
 from ftckpt.memory.directory import list_arenas, remove_arena
 from ftckpt.memory.image import SlotImage
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.session import node_join
-from ftckpt.session.memory_forecast import absent_slots
+from ftckpt.session import attempt
 from ftckpt.session.protection import ArenaRemains, in_all_arenas
+from ftckpt.session.slot_allocator import absent_slots
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
 from tests.support.errors import raises
@@ -160,7 +160,7 @@ def test_who_waits_for_another_job_of_the_name_says_so(
 ) -> None:
     caplog.set_level("INFO", "ftckpt")
     members = ranks(arena_root, 2)
-    monkeypatch.setattr(node_join, "holder_of", lambda _path: 4242)
+    monkeypatch.setattr(attempt, "holder_of", lambda _path: 4242)
     on_all(members, lambda member: member.arenas.entry.enter())
     (said,) = (text for text in caplog.messages if "for process" in text)
     assert "process 4242" in said

@@ -97,8 +97,8 @@ def differing(undisturbed: Mapping[str, str], resumed: Mapping[str, str]) -> lis
 
 def described(checkpointer: Checkpointer) -> Description:
     """What the checkpointer copies and restores."""
-    assert checkpointer._shard is not None, "not restored"
-    return checkpointer._shard._described
+    assert checkpointer.snapshots is not None, "not restored"
+    return checkpointer.snapshots.shard.state
 
 
 def _train(rank: int, job: Job, attempt: Attempt) -> None:
