@@ -138,11 +138,9 @@ class NodeArenas:
         self._own, self._opened = path, True
         self._require_room(posts, lacking)
 
-        reports = [post.report for post in posts if post.report is not None]
-
         def make() -> tuple[Arena, JoinedNodes | None]:
             arena = self._create(manifest, forecast.existing, use)
-            return arena, protection and protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
+            return arena, self._join(arena, protection, posts, lacking)
 
         # After the check of the node's memory: if that fails, nothing may have changed.
         arena, joined = together(self._group, make)
@@ -151,6 +149,14 @@ class NodeArenas:
         if protection is not None and joined is not None:
             protection.begin(arena, joined)
         return arena
+
+    def _join(
+        self, arena: Arena, protection: Protection | None, posts: Sequence[_Post], lacking: bool
+    ) -> JoinedNodes | None:
+        if protection is None:
+            return None
+        reports = [post.report for post in posts if post.report is not None]
+        return protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
 
     def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
         """Switch to another manifest during training; returns its locked arena, as ``open`` does.

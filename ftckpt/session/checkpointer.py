@@ -102,11 +102,6 @@ class Checkpointer:
         return self.rank.state.flushes.persisted
 
     @property
-    def lineage(self) -> bytes:
-        """The lineage of the snapshots of this attempt."""
-        return self.rank.state.lineage
-
-    @property
     def arena(self) -> Arena | None:
         """The arena of this rank's snapshots; None before ``restore``, or if no arena could be allocated."""
         return self.snapshots.arena if self.snapshots is not None else None
@@ -415,7 +410,11 @@ class Checkpointer:
             try:
                 rank.links.part(leave)
                 if done and self._boundary >= 0:
-                    self.events.announce(self._last_words())
+                    unsaved = (
+                        "" if self.config.persist else "; without --ftckpt-persist nothing is flushed to storage"
+                    )
+                    text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
+                    self.events.announce(text + unsaved)
             except (LaunchError, RuntimeError, OSError) as error:
                 self._close_error = str(error)
         if arena is not None:
@@ -423,12 +422,6 @@ class Checkpointer:
         rank.arenas.release()
         self.events.emit("closed", iteration=self._boundary, error=self._close_error)
         self.events.close()
-
-    def _last_words(self) -> str:
-        text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
-        if self.config.persist:
-            return text
-        return f"{text}; without --ftckpt-persist nothing is flushed to storage"
 
     def _stop(self) -> None:
         # In this order: copies must stop before their arena is closed.

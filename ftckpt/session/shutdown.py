@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 from ftckpt.errors import CaptureError, LaunchError, in_words
@@ -108,7 +107,7 @@ class FinalFlush:
         last = self._take_missing(ending) or ending.newest
         if last is None or last in ending.persisted:
             return ""
-        rank.protection.mark(replace(rank.state.marks, flush=last))
+        rank.protection.mark(rank.state.marks._replace(flush=last))
         trying = (
             f"the flush is retried for {human_secs(commit.FLUSH_SECS)}; to stop waiting, end the job, which leaves "
             f"its snapshots in memory, and save them with {save_command(rank.config)}"

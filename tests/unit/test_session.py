@@ -8,7 +8,7 @@ from ftckpt.config import Config
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.actions import Divergence, IntervalConclusion
 from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
-from ftckpt.session.replica_check import Proofs
+from ftckpt.session.replica_check import ReplicaCheck
 from ftckpt.session.session import Interval, SessionState
 from ftckpt.session.vote import TaskState, VoteResult
 
@@ -143,20 +143,20 @@ def test_that_none_can_be_protected_for_long_is_told_once() -> None:
     assert news.event == "protected" and news.fields["again"]
 
 
-def proven(proofs: Proofs, last: int, steps_from: int) -> list[int]:
+def proven(last: int, steps_from: int, repeats: bool = True) -> list[int]:
     """The snapshots that have a proof; steps are skipped before snapshot ``steps_from``."""
-    found = []
+    replicas, found = ReplicaCheck(repeats, delay=8), []
     for number in range(1, last + 1):
-        if proofs.due(number):
+        if replicas.proof_due(number):
             found.append(number)
-            proofs.learn(number, number >= steps_from)
+            replicas.proved(number, number >= steps_from, changed=False, new_arenas=False)
     return found
 
 
 def test_proofs_come_at_first_close_from_where_steps_begin() -> None:
-    assert proven(Proofs(repeats=True), 90, steps_from=1) == [1, 2, 4, 8]
-    assert proven(Proofs(repeats=True), 40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13]
-    assert proven(Proofs(repeats=False), 40, steps_from=6) == [1]
+    assert proven(90, steps_from=1) == [1, 2, 4, 8]
+    assert proven(40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13]
+    assert proven(40, steps_from=6, repeats=False) == [1]
 
 
 def test_what_was_proven_last_is_what_is_trusted() -> None:
