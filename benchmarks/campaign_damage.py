@@ -172,15 +172,13 @@ def spoil_package(job: Job, dice: random.Random) -> None:
 
 
 spoil_checks, spoil_parity = partial(spoil, pattern="checks"), partial(spoil, pattern="parity.*")
-DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
-    lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control, spoil_checks, spoil_parity,
-    spoil_package,
-)  # fmt: skip
-"""Drawn from with equal chances: what is named twice is twice as likely."""
-
-
 LIVE_DAMAGES = (delete_arena, flip_slot, spoil_checks, spoil_parity, spoil_package)
-"""What can happen while trainers and SMPs have it mapped without killing them."""
+"""Faults that are possible while trainers and SMPs map the memory, without killing them."""
+DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
+    *(lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control),
+    *(spoil_checks, spoil_parity, spoil_package),
+)
+"""Drawn from with equal chances: those named twice are twice as likely."""
 
 
 def damage(job: Job, dice: random.Random, live: bool = False) -> None:

@@ -1,8 +1,8 @@
-"""A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
+"""A campaign of random faults: a job restores the right state, or its error names what is missing.
 
-What a trial does, and what must come of it, is in README.md.
+    python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 
-  python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
+README.md describes a trial and its expected outcomes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from tests.support.mounting import may_mount  # noqa: E402
 from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
 
 KINDS = ("resumed", "refused", "wrong", "hung", "leaked")
-PROTECT = (
-    "auto", "auto", "node", "peer", "node,peer", "replica,peer", "copy,peer", "node,replica,peer", "replica", "copy"
-)  # fmt: skip
-"""Drawn from; what cannot work on the drawn layout is drawn again."""
+PROTECT = ["auto", "auto", "node", "peer", "node,peer", "replica,peer", "copy,peer", "node,replica,peer"]
+PROTECT += ["replica", "copy"]
+"""Drawn from; modes that are impossible on the drawn layout are drawn again."""
 
 # Several processes import torch at once, on few cores.
 _START_SECS = 60.0
@@ -53,7 +52,7 @@ _DEADLINE_SECS = 6.0
 _ITERATIONS_AFTER = 60
 """After trouble, until which it must be over."""
 _PROOFS = (1, 2, 4, 8)
-"""Snapshots before which replicas are compared as a whole: what has drifted there comes into none."""
+"""Snapshots before which complete replicas are compared: no snapshot has a drift from before them."""
 _LOST = re.compile(r"^(?:ftckpt\.errors\.)?LostError: (.*)$", re.MULTILINE)
 
 
@@ -77,12 +76,12 @@ class Shape:
 
 
 class TrialError(Exception):
-    """What must not happen to a job that nobody has killed yet."""
+    """A failure of a job that nobody has killed yet."""
 
 
 @dataclass(frozen=True)
 class TrialVerdict:
-    """How a trial ended: one of ``KINDS``; what was done, and what came of it."""
+    """The outcome of a trial, one of ``KINDS``, with its faults."""
 
     kind: str
     shape: Shape
@@ -93,20 +92,17 @@ class TrialVerdict:
 
 
 def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
-    """A layout with a way of protecting it that can work there."""
+    """A layout with protection modes that are possible there."""
     while True:
         num_nodes = dice.randint(1, 4)
         per_node = dice.randint(1, max(1, 6 // num_nodes))
         nodes = tuple(f"node{index}" for index in range(num_nodes) for _ in range(per_node))
         losses, group = dice.choice([(1, 0), (1, 0), (1, 2), (2, 0)])
-        settings: dict[str, Any] = {
-            "job": job, "interval": 1, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
-            "events": str(arena / "events"),
-            "protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group,
-            "protect_interval": dice.choice([1, 1, 3]),
-            "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
-            "schedule": "thread",
-        }  # fmt: skip
+        settings: dict[str, Any] = {"job": job, "interval": 1, "arena": str(arena), "events": str(arena / "events")}
+        settings |= {"protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group}
+        settings |= {"protect_interval": dice.choice([1, 1, 3]), "schedule": "thread"}
+        settings |= {"start_timeout_secs": 30.0, "protect_timeout_secs": 10.0}
+        settings |= {"chunk_size": "64KiB", "objects_size": "1MiB"}
         with contextlib.suppress(ConfigError):
             modes = resolve_modes(settings["protect"], nodes, num_nodes > 1, peer_losses=losses, peer_group=group)
             if modes.names:
@@ -173,7 +169,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
 
 
 def draw_trouble(dice: random.Random, shape: Shape) -> Trouble:
-    """What training meets while nobody has killed anything yet; of no kind: nothing."""
+    """The trouble of training before any kill; of kind "": none."""
     kinds, world_size = ["", "", "stall", "back", "fork"], len(shape.nodes)
     # These modes alone refuse to start where no rank holds what another does any more.
     may_drift = world_size > 1 and shape.settings["protect"] not in ("replica", "copy")

@@ -72,13 +72,7 @@ def settings(arena_root: Path, tmp_path: Path) -> dict[str, object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The pairs of layouts that were reshaped; and, with -v (pyproject.toml has -q), what passed of conformance."""
-    reshaped = _cases(terminalreporter, "::test_reshape[")
-    if reshaped:
-        terminalreporter.section("reshape: source → target")
-        for case, outcome in reshaped.items():
-            pair, _, model = (part.strip() for part in case.rpartition(" of "))
-            terminalreporter.write_line(f"{model:18s}  {pair:36s}  {outcome}")
+    """With -v (pyproject.toml has -q), what passed of conformance."""
     table: dict[str, dict[str, str]] = {}
     for case, outcome in _cases(terminalreporter, "::test_conformance[").items():
         row, _, check = case.rpartition("-")

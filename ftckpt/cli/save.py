@@ -93,7 +93,7 @@ def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> tu
     node_dir = job_node_path(arguments.arena, arguments.job, node)
     client = _smp_of(arguments, node, node_dir)
     if arguments.at_end:
-        storage = client.status()["duties"]["storage"]
+        storage = client.status()["tasks"]["storage"]
         if not storage["where"] or not storage["at_end"]:
             why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job has no --ftckpt-persist"
             return -1, f"node {node}: nothing is saved: {why}"

@@ -26,7 +26,8 @@ from ftckpt.restore.forecast import forecast, unseen_shards
 _WARNINGS = 5
 _EVENTS, _EVENT_CHARS = 5, 160
 _WATCH_SECS = 2.0
-_MARKS = ("whole", "protected")
+_MARKS = {"whole": "committed", "protected": "protected"}
+"""Names of marks in JSON, and in text."""
 
 
 def add_status(commands: Any) -> None:
@@ -83,7 +84,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     elif not jobs:
         print(f"no job has memory under {arguments.arena}")
     else:
-        columns = ("JOB", "NODES", "RANKS", "ITERATION", "WHOLE", "PROTECTED", "MEMORY")
+        columns = ("JOB", "NODES", "RANKS", "ITERATION", "COMMITTED", "PROTECTED", "MEMORY")
         rows = [
             (
                 str(job["job"]), listed(job["nodes"]), str(job["ranks"]),
@@ -143,7 +144,7 @@ def in_lines(status: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield aligned(
-        [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "WHOLE", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
+        [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "COMMITTED", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
     )
     yield ""
     yield from _facts(status)
@@ -167,10 +168,10 @@ def _event(event: Mapping[str, Any]) -> str:
 
 
 def _facts(status: Mapping[str, Any]) -> Iterator[str]:
-    for name in _MARKS:
-        told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
+    for name, word in _MARKS.items():
+        marks = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
-        yield f"newest {name}: {_in_words(told[0]) if told else none}"
+        yield f"newest {word}: {_in_words(marks[0]) if marks else none}"
     if without := _ranks_that_count(status, "no_snapshots"):
         yield f"no snapshots are taken by {listed(without)}: the job's log reports the reason once a minute"
     waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
@@ -287,9 +288,9 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
             problem = f"cannot be read: {error}"
     flushing = None
     for node in seen.nodes:
-        duties = (node.smp or {}).get("duties", {})
-        problem = problem or duties.get("storage", {}).get("problem", "")
-        flushing = (duties.get("flushing") or {}).get("iteration", flushing)
+        tasks = (node.smp or {}).get("tasks", {})
+        problem = problem or tasks.get("storage", {}).get("problem", "")
+        flushing = (tasks.get("flushing") or {}).get("iteration", flushing)
     return {"where": where, "iterations": stored, "flushing": flushing, "problem": problem}, stored
 
 

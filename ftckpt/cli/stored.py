@@ -17,9 +17,16 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import is_doubtful, last_shared, newest
 from ftckpt.model.text import human
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
+from ftckpt.persist.commit import (
+    OWNER_NAME,
+    CheckpointName,
+    checkpoints,
+    claimed_lineage,
+    folder_of,
+    read_manifest,
+)
 from ftckpt.persist.paths import locate
-from ftckpt.persist.retention import VOID_MEANS, pin, pinned, read_manifest, restorable, unpin, voided
+from ftckpt.persist.retention import VOID_MEANS, pin, pinned, restorable, unpin, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
 

@@ -260,7 +260,7 @@ class NodeSmp:
         if self._client is None:
             return ""
         try:
-            problem = str(self._client.status()["duties"]["storage"]["problem"])
+            problem = str(self._client.status()["tasks"]["storage"]["problem"])
         except (FtckptError, KeyError, TypeError) as error:
             problem = str(error)
         return problem and f"node {self._topology.me.node}: {problem}"

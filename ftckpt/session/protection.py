@@ -305,7 +305,7 @@ class Protection:
                 alive=self._pulse.smp_alive(_SMP_SILENT_SECS),
                 configured=configured,
                 sealed=slot is not None,
-                covered=check is not None and check.state == CheckState.COVERED,
+                covered=check is not None and check.state == CheckState.ENCODED,
                 gave_up=configured and target is not None and self._pulse.smp_cannot(target.iteration),
                 rests=self._pulse.smp_rests(),
                 wait_secs=self._pulse.smp_wait_secs() if configured else 0.0,

@@ -20,7 +20,7 @@ from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
 from ftckpt.persist.backend import open_storage
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
-from tests.support.stored import committed
+from tests.support.storages import committed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

@@ -96,18 +96,6 @@ def test_copies_that_last_longer_than_an_iteration_keep_no_boundary_waiting(
     assert {event["iteration"] for event in jobs.events(settings, "saved")} == {3}
 
 
-@pytest.mark.slow
-def test_after_a_stuck_copy_snapshots_go_on(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings = {**settings, "fence_secs": 0.5, "error_limit": 1000}
-    stuck = Fault(1, 3, "copy", tmp_path / "stuck", "stall", secs=0.9)
-    until = 60  # longer than the copy is stuck, however fast the machine
-    outcomes = jobs.outcomes(RANKS, jobs.Run([], until, settings, faults=[stuck], end="keep"))
-    assert stuck.fired(1)
-    assert jobs.assert_continues(jobs.outcomes(RANKS, jobs.Run([], until)), outcomes) == 0
-    assert jobs.events(settings, "skipped")
-    assert jobs.events(settings, "snapshot")[-1]["iteration"] == until
-
-
 def test_too_many_errors_turn_it_off_on_all_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
     settings = {**settings, "error_limit": 2}
     faults = [Fault(1, at, "copy", tmp_path / f"raise{at}", "raise") for at in (3, 4)]

@@ -22,9 +22,10 @@ import pytest
 
 from tests.support import constants, jobs
 from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
-from tests.support.launching import ITERATIONS, ROOT, Launched, deepspeed_config
+from tests.support.launching import ITERATIONS, Launched, deepspeed_config
 from tests.support.pool import run_ranks
 from tests.support.processes import command_line, is_running
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(1200)]
 

@@ -21,7 +21,7 @@ from ftckpt.smp.client import SmpClient
 from tests.support import ds_jobs, jobs, plain, waiting
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
-from tests.support.stored import committed
+from tests.support.storages import committed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ftckpt.frameworks.rendezvous import REMEDY
-from tests.support.launching import Launched, free_ports
+from tests.support.launching import Launched
+from tests.support.processes import free_ports
 
 pytestmark = pytest.mark.faults
 

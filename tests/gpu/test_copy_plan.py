@@ -17,8 +17,7 @@ from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copy_plan import CALL_COPIES, CopyPlan
 from ftckpt.capture.driver import Call
 from ftckpt.errors import CaptureError
-from tests.support.device_snapshots import DeviceSnapshots
-from tests.support.device_states import CPU, Blocked, assert_holds, plan, shared_slot
+from tests.support.device_states import CPU, Blocked, DeviceSnapshots, assert_holds, plan, shared_slot
 from tests.support.fake_device import PAGE, FakeDevice
 from tests.support.waiting import until
 

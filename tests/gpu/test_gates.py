@@ -9,9 +9,8 @@ import pytest
 
 from ftckpt.schedule.bubbles import Turn
 from ftckpt.schedule.iteration import Iteration
-from tests.support.device_states import CPU, prepared
+from tests.support.device_states import CPU, KINDS, Run, prepared, slot_for
 from tests.support.fake_device import PAGE, SECS, FakeDevice
-from tests.support.fake_training import KINDS, Run, slot_for
 
 
 @pytest.mark.parametrize("num", [1, 6, 10, 13])

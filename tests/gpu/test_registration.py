@@ -22,8 +22,16 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.memory.locks import FileLock
 from ftckpt.schedule.clock import DeviceClock
-from tests.support.device_snapshots import DeviceSnapshots
-from tests.support.device_states import CPU, Blocked, assert_holds, laid_out, prepared, shared_slot, started
+from tests.support.device_states import (
+    CPU,
+    Blocked,
+    DeviceSnapshots,
+    assert_holds,
+    laid_out,
+    prepared,
+    shared_slot,
+    started,
+)
 from tests.support.fake_device import PAGE, SECS, FakeDevice, FakeStream, pages_present
 from tests.support.waiting import until
 

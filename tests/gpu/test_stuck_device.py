@@ -12,7 +12,7 @@ import pytest
 from ftckpt.capture import capture as capture_module
 from ftckpt.errors import CaptureError
 from ftckpt.schedule.bubbles import Always, Turn
-from tests.support.device_snapshots import DeviceSnapshots
+from tests.support.device_states import DeviceSnapshots
 from tests.support.fake_device import SECS, FakeDevice
 from tests.support.waiting import until
 

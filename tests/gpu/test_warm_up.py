@@ -15,8 +15,7 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.schedule.clock import DeviceClock
 from ftckpt.schedule.window_scheduler import WindowScheduler
-from tests.support.device_snapshots import DeviceSnapshots
-from tests.support.device_states import CPU, live_state
+from tests.support.device_states import CPU, DeviceSnapshots, live_state
 from tests.support.fake_device import PAGE, FakeDevice
 
 

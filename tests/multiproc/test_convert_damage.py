@@ -107,19 +107,6 @@ def test_whole_checkpoints_of_deepspeed_are_verified(
     verified(capsys, tmp_path / "back", tmp_path / "again", "--to", "deepspeed-universal")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("more", [(), pytest.param(("--no-distributed-optimizer",), marks=pytest.mark.slow)])
-def test_whole_checkpoints_of_megatron_are_verified(
-    more: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "save").mkdir()
-    argv = ["--ep", "2", "--num-experts", "4", "--swiglu", *more]
-    run_ranks(megatron_jobs.saved, 2, argv, str(tmp_path / "save"), "fully_reshardable")
-    verified(capsys, tmp_path / "save", tmp_path / "universal")
-    verified(capsys, tmp_path / "save", tmp_path / "direct", "--to", "megatron-dist")
-    verified(capsys, tmp_path / "universal", tmp_path / "back", "--to", "megatron-dist")
-
-
 @pytest.mark.parametrize(
     "name", by_default(["gpt", "gpt-pp2-distributed-optimizer"], ["gpt-pp2-distributed-optimizer"])
 )

@@ -83,6 +83,8 @@ def test_what_differs_is_told_where_there_is_no_room_for_new_arenas(
     assert len(jobs.events(settings, "replicas_differ")) == 3
     ended = ["SilentCorruptionError" in str(result.error) for result in results]
     assert ended == [on_corruption == "abort"] * 3
+    off = {event["rank"] for event in jobs.events(settings, "turned_off")}
+    assert on_corruption == "abort" or off == {0, 1, 2}, "the whole snapshot stays"
 
 
 def full(path: Path, need_bytes: int) -> None:
@@ -126,17 +128,6 @@ def test_the_only_slot_is_written_again_while_no_snapshot_in_it_is_whole(
     second = [e["slot"] for e in snapshots if e["rank"] < 2]
     assert second == [0] * len(second) and len(second) >= 3
     assert not list(arena_root.iterdir())
-
-
-@pytest.mark.slow
-def test_without_room_for_what_differs_ftckpt_turns_off_and_the_whole_snapshot_stays(
-    settings: dict[str, Any],
-) -> None:
-    run = jobs.Run(ARGV, until=12, settings=settings, end="die")
-    results = run_ranks(spoiled, RANKS, run, True, expect_failures=True, grace_secs=3.0)
-    assert all(map(jobs.killed, results)), "training did not go on to its end"
-    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == set(range(RANKS))
-    assert resumed_at(settings) == DIFFERING_AT - 1
 
 
 DRIFTS_AT = 20

@@ -27,8 +27,8 @@ from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
 from tests.support import ds_jobs, jobs
 from tests.support.constants import configured
+from tests.support.plain import Recorder
 from tests.support.pool import run_ranks
-from tests.support.recorder import Recorder
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
+from tests.support.plain import Recorder
 from tests.support.pool import run_ranks
-from tests.support.recorder import Recorder
 
 pytestmark = pytest.mark.multiproc
 

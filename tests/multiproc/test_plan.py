@@ -107,14 +107,14 @@ def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> S
 def _script(case: Case, config: Any) -> Any:
     """The checkpointer of an example job that its door has started."""
     if case.framework == "deepspeed":
-        from tests.support.adapters.deepspeed import DeepSpeedJob
+        from tests.support.adapters import DeepSpeedJob
 
         return DeepSpeedJob(Shape(case.ranks, [*WIDE, *case.argv], case.config or {})).attach(config)
     if case.framework == "plain":
-        from tests.support.adapters.plain import PlainJob
+        from tests.support.adapters import PlainJob
 
         return PlainJob((*WIDE, *case.argv)).attach(config)
-    from tests.support.adapters.megatron import MegatronJob
+    from tests.support.adapters import MegatronJob
 
     return MegatronJob((*WIDE, *case.argv)).attach(config)
 

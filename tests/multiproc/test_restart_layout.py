@@ -34,7 +34,7 @@ from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.killing import die_at
 from tests.support.pool import RankFailure, RankResult, run_ranks
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc

@@ -18,8 +18,7 @@ import pytest
 
 from ftckpt.runner import notes
 from ftckpt.runner.preload import ForkServer, RefusedError
-from tests.support.launching import free_ports
-from tests.support.processes import command_line, is_running
+from tests.support.processes import command_line, free_ports, is_running
 from tests.support.running import READY, Running
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -163,14 +162,6 @@ def test_forked_workers_draw_different_numbers(restarted: Running) -> None:
 def more(job: Running, attempt: int, rank: int) -> list[str]:
     """A number that numpy has drawn, and the name of the launcher run."""
     return (job.here / f"more-{attempt}-{rank}").read_text().split()
-
-
-def test_all_attempts_are_of_one_launcher_run(restarted: Running) -> None:
-    assert len({more(restarted, attempt, rank)[1] for attempt in (0, 1) for rank in (0, 1)}) == 1
-
-
-def test_a_forked_worker_writes_to_its_log(restarted: Running) -> None:
-    assert sorted(logs(restarted.here)) == [f"RUN/attempt_{n}/{rank}/stdout.log" for n in (0, 1) for rank in (0, 1)]
 
 
 ENDS = """
@@ -422,12 +413,6 @@ def test_a_script_that_fails_twice_alike_before_it_meets_others_is_not_started_a
         assert job.attempts() == starts, job.output()
 
 
-def test_a_script_that_is_not_there_is_started_once(tmp_path: Path) -> None:
-    with Running(tmp_path / "job", "", "--max-restarts", "3", "trian.py") as job:
-        assert job.end() == 1
-        assert job.output().count("'trian.py' does not exist") == 1
-
-
 PLAIN = """
 import argparse
 from ftckpt.config import Config, add_flags
@@ -540,26 +525,3 @@ def test_a_worker_with_another_interpreter_is_not_forked(tmp_path: Path) -> None
         assert server.fork({**order, "env": {**env, "OTHER": "1"}}).pid
     finally:
         server.close()
-
-
-def test_a_module_that_fails_in_the_server_alone_is_left_out_with_what_imports_it(tmp_path: Path) -> None:
-    here = tmp_path / "job"
-    site_packages(
-        here,
-        never="raise RuntimeError('in no process')",
-        in_ranks="import os\nif 'ROLE_RANK' not in os.environ: raise RuntimeError('no rank')",
-        uses_never="try:\n    import never\nexcept RuntimeError:\n    pass",
-        uses_both="import uses_never\ntry:\n    import in_ranks\nexcept Exception:\n    pass",
-    )
-    script = (
-        """
-before = {"in_ranks", "uses_both", "uses_never"} & {*sys.modules}
-import uses_both, uses_never, colorsys
-(here / f"before-{attempt}").write_text(" ".join(sorted(before)))
-"""
-        + TWICE
-    )
-    with Running(here, script, *TWO, "train.py") as job:
-        restart(job)
-        assert re.findall("modules are not preloaded \\((.*)\\)", job.output()) == ["in_ranks, ..."]
-        assert (job.here / "before-1").read_text() == "uses_never"

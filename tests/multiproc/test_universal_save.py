@@ -27,11 +27,9 @@ from ftckpt.session import save
 from ftckpt.session.checkpointer import Checkpointer
 from ftckpt.universal import safetensors, storage
 from ftckpt.universal.arenas import ArenaReader
-from ftckpt.universal.conversion import Options, convert
-from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
+from ftckpt.universal.universal_format import UniversalReader
 from tests.support.arenas import check_all
 from tests.support.errors import message_of
-from tests.support.jobs import TINY
 from tests.support.pool import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -268,58 +266,6 @@ def read_live(path: Path) -> None:
         assert source.catalog.objects["shards"]["tp0-dp0"]["iteration"] == source.catalog.iteration
     finally:
         source.close()
-
-
-def megatron_saved(rank: int, world_size: int, root: str) -> list[tuple[list[Any], bytes]]:
-    """A real job: what its ranks hold when it saves, weights that are not copied included."""
-    import train_gpt
-
-    import ftckpt.megatron
-
-    args = train_gpt.parse_args([*TINY, "--tp", "2", "--pp", "2", "--swiglu", "--iterations", "2"])
-    job = train_gpt.build(args)
-    config = Config(
-        enabled=True, job="save", node=NODES[rank], arena=f"{root}/arena", protect="none", schedule="sync"
-    )
-    objects = {"data": job.data, "progress": job.progress}
-    job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
-    job.checkpointer.restore()
-    list(train_gpt.train(job))
-    job.checkpointer.save_universal(Path(root, "out"))
-    state = job.checkpointer.snapshots.shard.state
-    pieces = (*state.stepped, *state.volatile)
-    held = [(p.fragment.to_json(), p.tensor.detach().view(torch.uint8).numpy().tobytes()) for p in pieces]
-    job.checkpointer.close(remove=False)
-    return held
-
-
-def test_a_megatron_job_saves_what_its_ranks_hold(tmp_path: Path) -> None:
-    (tmp_path / "arena").mkdir()
-    results = run_ranks(megatron_saved, 4, str(tmp_path), timeout_secs=120)
-    loaded, source = read(tmp_path / "out")
-    compared: set[str] = set()
-    for result in results:
-        for value_of, data in result.value:
-            fragment = Fragment.from_json(value_of)
-            if fragment.key.startswith("local/"):
-                continue
-            tensor = loaded[fragment.key]
-            assert tuple(tensor.shape) == fragment.global_shape, fragment
-            box = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
-            part = tensor[box].reshape(-1)[fragment.start : fragment.stop]
-            assert part.view(torch.uint8).numpy().tobytes() == data, fragment.name
-            compared.add(fragment.key)
-    assert compared == loaded.keys() and source.catalog.iteration == 2
-    roles = {key.partition("/")[0] for key in loaded}
-    assert {"weight", "master", "exp_avg", "exp_avg_sq", "step"} <= roles
-    assert len([key for key in loaded if key.startswith("weight/")]) == len(
-        [key for key in loaded if key.startswith("master/")]
-    )
-    assert list(source.catalog.objects["shards"]) == ["tp0-pp0-cp0-dp0", "tp0-pp1-cp0-dp0"]
-    convert(
-        ArenaReader([tmp_path / "arena" / "ftckpt-save"]), UniversalWriter(tmp_path / "converted"), Options(workers=2)
-    )
-    assert UniversalReader(tmp_path / "converted").manifest.tensors == source.manifest.tensors
 
 
 def killed(rank: int, world_size: int, root: str, point: tuple[int, str, int]) -> None:

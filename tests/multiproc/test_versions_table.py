@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 from ftckpt.frameworks.versions import TESTED
-from tests.support.launching import ROOT
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.multiproc
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
-from tests.support import apex, ds_jobs, jobs, te
-from tests.support.adapters.plain import TINY
+from tests.support import ds_jobs, jobs, te
+from tests.support.adapters import PLAIN_TINY
 
 CHECKOUT = "FTCKPT_TEST_CHECKOUT"
 _TE = "transformer_engine/pytorch/optimizers"
@@ -34,7 +34,7 @@ class Library:
             te.install(self._release(), self.checkout, experts)
             from transformer_engine.pytorch.optimizers import FusedAdam
         else:
-            apex.install(self.checkout)
+            te.install_apex(self.checkout)
             from apex.optimizers import FusedAdam
         kind: type = FusedAdam
         assert self.checkout is None or Path(inspect.getfile(kind)).is_relative_to(self.checkout)
@@ -90,7 +90,7 @@ def train_with_deepspeed(
     rank: int, world_size: int, run: ds_jobs.Run, library: Library, options: dict[str, Any]
 ) -> jobs.Outcome:
     """The script gives the optimizer to ``deepspeed.initialize``."""
-    from tests.support.standin.tensor import install_tensor
+    from tests.support.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
@@ -114,7 +114,7 @@ def _let_deepspeed_know(library: Library) -> None:
 
 def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, options: dict[str, Any]) -> jobs.Outcome:
     """``run`` of launch/train_plain.py, with the optimizer in the place of its own."""
-    from tests.support.standin.tensor import install_tensor
+    from tests.support.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
@@ -123,7 +123,7 @@ def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, opt
     import ftckpt.torch
 
     train_plain.build_optimizer = lambda args, parameters: kind(parameters, lr=args.lr, **options)
-    job = train_plain.build(train_plain.parse_args([*TINY, *run.argv, "--iterations", str(run.until)]))
+    job = train_plain.build(train_plain.parse_args([*PLAIN_TINY, *run.argv, "--iterations", str(run.until)]))
     start = None
     if run.settings is not None:
         config = Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})

@@ -6,11 +6,9 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,11 +20,11 @@ from ftckpt.memory.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.memory.locks import holder_of
 from ftckpt.persist.backend import open_storage
 from tests.support.event_logs import read_events
-from tests.support.processes import environment, kill_all, running
-from tests.support.stored import committed
+from tests.support.processes import environment, free_ports, kill_all, running
+from tests.support.repository import ROOT
+from tests.support.storages import committed
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[2]
 OWNER_VAR = "FTCKPT_TEST_OWNER"
 DEADLINE_SECS = 240.0
 ITERATIONS = 60
@@ -430,14 +428,3 @@ def deepspeed_config(folder: Path) -> Path:
     config = folder / "deepspeed.json"
     config.write_text(json.dumps(section))
     return config
-
-
-def free_ports(count: int) -> int:
-    """The first of ``count`` neighbouring ports that are free now. Another process may take one before it is used."""
-    for _ in range(100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            first = random.randrange(20000, 30000)
-            for index in range(count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + index))
-            return first
-    raise AssertionError("no free ports")

@@ -1,10 +1,10 @@
-"""A job without Megatron, for what only a few exact steps show: each rank holds one row and a weight."""
+"""A job without a framework: each rank holds one row and a weight. And a recorder in the place of a checkpointer."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -128,3 +128,29 @@ def restored(rank: int, world_size: int, settings: dict[str, Any], nodes: list[s
     checkpointer, state = make(rank, world_size, settings, nodes)
     start = checkpointer.restore()
     return start, state.iteration, state.row.unique().tolist(), state.weight.unique().tolist()
+
+
+class Recorder:
+    """``log`` has a word for each call, in order; a place of the schedule by its kind."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.expected: tuple[tuple[str, ...], tuple[float, ...]] | None = None
+
+    def fence(self) -> None:
+        self.log.append("fence")
+
+    def phase(self, kind: str) -> None:
+        self.log.append(kind)
+
+    def pause(self) -> None:
+        self.log.append("pause")
+
+    def step(self, iteration: int) -> None:
+        self.log.append(f"step {iteration}")
+
+    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
+        self.expected = (tuple(kinds), tuple(lengths))
+
+    def close(self) -> None:
+        self.log.append("close")

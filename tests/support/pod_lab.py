@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import ROOT
 from tests.support.processes import mounts_of, running
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 _TOOLS = ("unshare", "nsenter", "ip", "mount", "chroot")

@@ -103,9 +103,9 @@ def _prepare(rank: int, settings: Settings) -> None:
 
         standin.install()
     if settings.on_device:
-        from tests.support import shared_device
+        from tests.support import real_device
 
-        shared_device.install(settings.world_size)
+        real_device.share_device(settings.world_size)
     if settings.store_path is not None:
         _init_process_group(rank, settings)
 

@@ -1,19 +1,24 @@
-"""The processes of a run, by node: started, lost, and at last none of them is left."""
+"""Processes of tests: fresh interpreters, the processes of a run by node, and what /proc says of any."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
-ROOT = Path(__file__).resolve().parents[2]
 ARENA = Path("/dev/shm")
 STOP_SECS = 20.0
 
@@ -152,3 +157,41 @@ def _read(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
+    """One that has run ``code`` to its end, with more variables in its environment."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env={**os.environ, **env},
+        capture_output=True, text=True, timeout=secs, check=False,
+    )  # fmt: skip
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """One that runs ``code`` and has said its first line, which is ``up``."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+@contextmanager
+def running_python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A ``python`` that is killed at the end of the block."""
+    process = python(code, *arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports that are free now. Another process may take one before it is used."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = random.randrange(20000, 30000)
+            for index in range(count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + index))
+            return first
+    raise AssertionError("no free ports")

@@ -29,13 +29,6 @@ def test_ranks_that_are_bound_have_the_cores_of_all(tmp_path: Path) -> None:
     assert "own" not in shared.text and "own" not in cores(tmp_path, {0, 1}).text
 
 
-def test_too_few_cores(tmp_path: Path) -> None:
-    for ranks in ([{0}, {1}], [{0, 1}, {0, 1}], [{0}]):
-        assert cores(tmp_path, *ranks).state == WARNED
-    found = cores(tmp_path, {0}, {1, 2, 3})
-    assert found.state == WARNED and not lacks(found.text, "0") and found.remedy
-
-
 @pytest.mark.parametrize(
     ("node", "lists", "state"),
     [

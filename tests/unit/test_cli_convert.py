@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,21 +16,17 @@ from test_convert import Memory, array, model, read_all, wholes
 from test_universal_arenas import SHAPES, whole
 from test_universal_arenas import job as arenas_of
 
-from ftckpt.cli import convert as cli_convert
 from ftckpt.cli.main import main
-from ftckpt.cli.options import size_of
-from ftckpt.errors import ConfigError, ConvertError
-from ftckpt.model.fragment import Box, Fragment
+from ftckpt.errors import ConvertError
 from ftckpt.universal.catalog import Get, Unit
 from ftckpt.universal.consolidation import Consolidator
 from ftckpt.universal.conversion import Options, convert, prepare, run
 from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
-from ftckpt.universal.safetensors import WeightsReader, WeightsWriter
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from ftckpt.universal.verification import verify
 from tests.support.errors import lacks, raises
-from tests.support.golden import is_golden
 from tests.support.pool import run_ranks
+from tests.support.repository import is_golden
 
 TENSORS = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
 
@@ -74,25 +68,6 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.C
     status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-file", "400B", "--workers", 2)
     assert status == 0 and sorted(tmp_path.iterdir()) == before
     is_golden("convert_dry_run", out, folder=tmp_path)
-
-
-def test_a_dry_run_says_what_would_be_refused(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-memory", "1B")
-    assert status == 0
-    assert out and "raise --max-memory" in out
-
-
-def test_without_a_terminal_progress_is_told_in_lines(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli_convert, "_LINE_SECS", 0.0)
-    status, _, err = ftckpt(capsys, source, tmp_path / "out")
-    assert status == 0
-    lines = err.splitlines()
-    assert lines and all(re.fullmatch(r"ftckpt: \w+.*: .* of .*/s", line) for line in lines), lines
 
 
 @pytest.mark.parametrize(
@@ -178,7 +153,7 @@ def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path
         verify(conversion, Memory(less, wholes(less), padded=padded), 1)
     other = Memory(whole, wholes(whole), padded=padded)
     assert verify(conversion, other, 1) == 1
-    other._catalog = dataclasses.replace(other.catalog, iteration=8)
+    other.described = dataclasses.replace(other.catalog, iteration=8)
     with raises(ConvertError, "iteration 8", "7"):
         verify(conversion, other, 1)
 
@@ -241,33 +216,6 @@ def test_two_inputs_are_never_mixed(
     assert status == 2 and err and err
 
 
-def test_parts_of_a_partial_checkpoint_are_not_read(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ftckpt(capsys, source, tmp_path / "ds", "--to", "deepspeed-universal", "--roles", "master,exp_avg")[0] == 0
-    (tmp_path / "ds").rename(tmp_path / "ds.partial")
-    folder = tmp_path / "ds.partial" / "global_step7"
-    assert ftckpt(capsys, folder, tmp_path / "out")[2]
-    monkeypatch.chdir(folder)
-    assert ftckpt(capsys, ".", tmp_path / "out")[2]
-
-
-def test_a_file_that_is_not_what_it_should_be_is_an_error_like_others(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ftckpt(capsys, source, tmp_path / "mg", "--to", "megatron-dist", "--roles", "weight")[0] == 0
-    torch.save([1, 2], tmp_path / "mg" / "iter_0000007" / "common.pt")
-    assert ftckpt(capsys, tmp_path / "mg", tmp_path / "out")[2]
-
-
-def test_a_missing_parameter_of_a_universal_checkpoint_of_deepspeed_is_named(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ftckpt(capsys, source, tmp_path / "ds", "--to", "deepspeed-universal", "--roles", "master,exp_avg")[0] == 0
-    shutil.rmtree(tmp_path / "ds" / "global_step7" / "zero" / "layers.1.weight")
-    assert not lacks(ftckpt(capsys, tmp_path / "ds", tmp_path / "out")[2], "zero/layers.1.weight")
-
-
 @pytest.mark.parametrize("roles", ["weight", "weight,exp_avg"])
 def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], roles: str
@@ -280,38 +228,6 @@ def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
     assert ftckpt(capsys, tmp_path / "ds", tmp_path / "back")[0] == 0
     kept = {key: value.tobytes() for key, value in tensors.items() if key.partition("/")[0] in roles.split(",")}
     assert read_all(tmp_path / "back") == kept
-
-
-def test_weights_in_files_that_do_not_agree_with_their_index(tmp_path: Path) -> None:
-    tensors = {f"weight/{n}": array((10,), seed=n) for n in range(3)}
-    convert(Memory(tensors, wholes(tensors)), WeightsWriter(tmp_path / "w", 40), Options())
-    assert [f.key for f in WeightsReader(tmp_path / "w").catalog.fragments] == list(tensors)
-    index = tmp_path / "w" / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    said["weight_map"]["3"] = said["weight_map"]["2"]
-    index.write_text(json.dumps(said))
-    with raises(ConvertError, "weight/3"):
-        WeightsReader(tmp_path / "w")
-    index.write_text("{}")
-    with pytest.raises(ConvertError):
-        WeightsReader(tmp_path / "w")
-
-
-def test_sizes() -> None:
-    assert [size_of("")(text) for text in ("1B", "1.5 KiB", "4GiB")] == [1, 1536, 4 << 30]
-    for text in ("", "0", "-1", "1", "GiB"):
-        with raises(ConfigError, "--max-file"):
-            size_of("--max-file")(text)
-
-
-def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fragment = Fragment.whole("weight/h", "BF16", (3,), Box((0,), (3,)))
-    source = Memory({}, [fragment])
-    source.changed = {0: np.uint16([1, 2, 0x7FC1])}
-    convert(source, UniversalWriter(tmp_path / "one"), Options())
-    assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
-    assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
-    assert UniversalReader(tmp_path / "two").catalog.iteration == 7
 
 
 def test_arenas_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

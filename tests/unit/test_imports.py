@@ -5,21 +5,18 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import itertools
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.repository import ROOT, files_in
 
 if sys.version_info >= (3, 11):
-    import tomllib
+    pass
 else:
-    import tomli as tomllib
+    pass
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -157,13 +154,7 @@ def test_a_module_imports_only_what_its_stage_may(name: str) -> None:
     assert not wrong, f"{name} imports {sorted(wrong)}; {stage} may import {sorted(allowed)}"
 
 
-@pytest.mark.parametrize("name", ["ftckpt", "ftckpt.errors", "ftckpt.events", "ftckpt.units", "ftckpt.config"])
-def test_base_modules_import_nothing_but_each_other(name: str) -> None:
-    ours = {target for target in imports_of(name) if target.split(".")[0] == "ftckpt"}
-    assert ours <= {f"ftckpt.{other}" for other in MAY_IMPORT.get(name.removeprefix("ftckpt."), ())}
-
-
-@pytest.mark.parametrize("stage", ["model", "parity", "store", "windows"])
+@pytest.mark.parametrize("stage", ["model", "parity", "memory", "schedule"])
 def test_pure_data_knows_no_torch_distributed(stage: str) -> None:
     for name in MODULES:
         if within(name, {f"ftckpt.{stage}"}):
@@ -190,16 +181,6 @@ def test_nothing_reads_pickle(name: str) -> None:
             assert not loads or name == PICKLES, f"{name}:{node.lineno} {ast.unparse(node)}"
 
 
-def test_what_catches_every_error_says_why() -> None:
-    silent, broad = list[str](), re.compile(r"except Exception\b|suppress\(Exception\)")
-    for name, path in MODULES.items():
-        lines = ["", *path.read_text().splitlines()]
-        for above, line in itertools.pairwise(lines):
-            if broad.search(line) and "#" not in line and not above.lstrip().startswith("#"):
-                silent.append(f"{name}: {line.strip()}")
-    assert not silent
-
-
 def test_what_is_read_from_checkpoints_of_others_runs_no_code() -> None:
     """The one module that may call ``torch.load`` never does so without ``weights_only=True``."""
     calls = [node for node in ast.walk(tree_of(PICKLES)) if isinstance(node, ast.Call)]
@@ -222,36 +203,6 @@ def test_the_module_that_imports_pickle_only_makes_an_unpickler_that_finds_data(
     (unpickler,) = classes
     assert "find_class" in {one.name for one in unpickler.body if isinstance(one, ast.FunctionDef)}
     assert "super()" not in ast.unparse(unpickler)
-
-
-@functools.cache
-def names_bound_in(path: Path) -> frozenset[str]:
-    """By a module, and by its functions."""
-    bound = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-    return frozenset(bound)
-
-
-@pytest.mark.parametrize("folder", ["benchmarks", "launch", "tests/probe"])
-def test_what_a_program_imports_of_ours_is_there(folder: str) -> None:
-    """Most of them no test runs, and no test imports."""
-    for path in files_in(folder, ".py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            base = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else [""]
-            if base[0] not in ("ftckpt", "benchmarks", "launch", "tests") or base == ["ftckpt"]:  # it loads lazily
-                continue
-            assert isinstance(node, ast.ImportFrom)
-            place = ROOT.joinpath(*base)
-            file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-            for name in (alias.name for alias in node.names):
-                is_module = (place / f"{name}.py").is_file() or (place / name).is_dir()
-                assert is_module or name in names_bound_in(file), f"{path}:{node.lineno}: {node.module} has no {name}"
 
 
 def python(code: str) -> str:
@@ -279,7 +230,7 @@ import numpy as np, torch, torch.distributed as dist, torch.distributed.run
 def world():
     return [
         dict(os.environ), list(sys.path), torch.get_num_threads(), torch.cuda.is_initialized(),
-        dist.is_initialized(), torch.get_default_dtype(),
+        dist.is_initialized(), torch.get_default_dtype(), sys.excepthook,
         len(threading.enumerate()), len(os.listdir("/proc/self/fd")),
         random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
         [signal.getsignal(s) for s in signal.valid_signals()],
@@ -305,32 +256,3 @@ def test_importing_any_module_changes_nothing() -> None:
     else:
         names = [name for name in names if not name.startswith("ftckpt.megatron")]
     python(SIDE_EFFECTS.format(names=names, frameworks=frameworks, patched=patched))
-
-
-@pytest.mark.parametrize("name", list(MODULES))
-def test_functions_stay_short(name: str) -> None:
-    for node in ast.walk(tree_of(name)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 60, f"{name}.{node.name}"
-
-
-def test_the_registrys_apex_is_no_dependency() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    lists += [file.read_text().splitlines() for file in files_in("", ".txt") if "requirements" in file.name]
-    for wanted in (line for lines in lists for line in lines):
-        assert not wanted.strip().lower().replace("_", "-").startswith(("apex", "nvidia-apex")), wanted
-
-
-@pytest.mark.parametrize("door", ["ftckpt.torch", "ftckpt.deepspeed", "ftckpt.megatron"])
-def test_an_import_leaves_the_hook_for_uncaught_errors(door: str) -> None:
-    code = f"import sys; hook = sys.excepthook; import {door}; assert sys.excepthook is hook"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("runner", ["megatron.__main__", "deepspeed.__main__", "runner.server", "runner.worker"])
-def test_a_runner_is_the_first_to_register_an_exit_function(runner: str) -> None:
-    """The last one ends the process: what is registered before it would never run."""
-    code = f"import atexit, logging; num = atexit._ncallbacks(); import ftckpt.{runner}"
-    code += "; assert atexit._ncallbacks() == num"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,8 +16,8 @@ import pytest
 
 from ftckpt.frameworks.launcher import job_name, node_name
 from tests.support.errors import lacks
-from tests.support.launching import ROOT, Call, Standins
-from tests.support.repository import repository_files
+from tests.support.launching import Call, Standins
+from tests.support.repository import ROOT, repository_files
 from tests.support.waiting import until
 
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")
@@ -52,34 +52,6 @@ def test_shellcheck_has_nothing_to_say() -> None:
         [shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stdout
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_tells_every_option(standins: Standins, script: str) -> None:
-    told = standins.launch(script, "--help", env=standins.slurm("n1"))
-    assert told.returncode == 0 and "#" not in told.stdout.split("\n")[0]
-    source = "".join((ROOT / "launch" / name).read_text() for name in (script, "slurm.sh")[: 1 + (script in BATCH)])
-    options = set(re.findall(r"^ +(?:-h \| )?(--(?!ftckpt)[a-z-]+)\)", source, re.M)) - {"--help"}
-    assert len(options) >= 8
-    assert options == set(re.findall(r"^  (--[a-z-]+)", told.stdout, re.M))
-    assert not standins.calls("srun")
-
-
-@pytest.mark.parametrize("words", ["demo.sh --help", "demo.sh --scene rank -h", "test.sh --help"])
-def test_help_needs_no_environment(words: str, tmp_path: Path) -> None:
-    script, *argv = words.split()
-    env = {**os.environ, "FTCKPT_VENV": str(tmp_path / "venv"), "FTCKPT_PYTHON": "false", "PATH": "/usr/bin:/bin"}
-    ran = subprocess.run(
-        ["bash", f"launch/{script}", *argv],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0 and not lacks(ran.stdout, "3.10") and "  --" in ran.stdout, ran.stderr
-    assert not list(tmp_path.iterdir())
 
 
 # torchrun.sh
@@ -329,13 +301,6 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
     assert call.argv == [*where.split(), "--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"]
     assert job_name(None, {**call.env, "RANK": "0"}) == "a"
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
-
-
-@pytest.mark.parametrize(("runner", "words"), [("none", []), ("my.run", ["--module", "--no_local_rank", "my.run"])])
-def test_another_runner_finds_the_script_first(standins: Standins, runner: str, words: list[str]) -> None:
-    standins.launch("deepspeed.sh", "--job", "a", "--runner", runner, str(standins.script), "x")
-    (call,) = standins.calls("deepspeed")
-    assert call.argv[call.argv.index("--master_port") + 2 :] == [*words, str(standins.script), "x"]
 
 
 def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: Standins) -> None:
@@ -674,22 +639,6 @@ def test_what_is_done_on_the_first_node_needs_no_step(standins: Standins, script
         assert there == ["n2"] and [word in call.argv for call in standins.calls("python3")].count(True) == 1
 
 
-def test_a_job_that_protects_nothing_has_smps(standins: Standins) -> None:
-    standins.codes("smps:1")
-    words = ["--ftckpt", "--ftckpt-protect", "none"]
-    standins.launch("frontier.sbatch", str(standins.script), *words, env=standins.slurm("n1"))
-    assert standins.steps() and [call for call in standins.calls("srun") if smp_step(call)]
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
-    dry = standins.launch(script, "--dry-run", str(standins.script), env=standins.slurm("n1"))
-    assert dry.returncode == 0 and not standins.calls("srun")
-    standins.launch(script, str(standins.script), env=standins.slurm("n1"))
-    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {dry.stdout}"], capture_output=True, text=True, check=True)
-    assert words.stdout.split("\0")[:-1] == ["srun", *standins.steps()[0].argv]
-
-
 @pytest.mark.parametrize("script", BATCH)
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
@@ -712,11 +661,6 @@ def test_what_is_wrong_with_a_batch_is_said(
     standins: Standins, script: str, arguments: list[str], env: dict[str, str], message: str
 ) -> None:
     is_refused(standins, script, arguments, message, **env)
-
-
-def test_a_frontier_node_has_eight_gcds(standins: Standins) -> None:
-    ran = standins.launch("frontier.sbatch", "--nproc", "9", str(standins.script), env=standins.slurm("n1"))
-    assert ran.returncode == 2 and not lacks(ran.stderr, "--nproc", "8")
 
 
 @pytest.mark.parametrize("script", BATCH)

@@ -55,7 +55,7 @@ class Smp:
     def status(self) -> dict[str, Any]:
         if not self.problems:
             raise SmpError("it does not answer")
-        return {"duties": {"storage": {"problem": self.problems.pop(0)}}}
+        return {"tasks": {"storage": {"problem": self.problems.pop(0)}}}
 
     @property
     def arenas(self) -> list[str]:

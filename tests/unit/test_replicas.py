@@ -32,8 +32,8 @@ from ftckpt.model.replicas import (
 )
 from ftckpt.model.shares import bounded_capacities, deal
 from ftckpt.model.topology import RankPlace, Topology, layouts_differ
+from tests.support.choosing import replica_sets
 from tests.support.errors import raises
-from tests.support.replica_sets import replica_sets
 
 Ranks = tuple[int, ...]
 Job = tuple[dict[int, list[Fragment]], dict[bytes, Ranks], set[bytes]]

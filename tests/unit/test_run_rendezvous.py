@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from ftckpt.runner import rendezvous
 from ftckpt.runner.agent_ring import AgentRing
 from ftckpt.runner.rendezvous import drop_ended, look_often
-from tests.support.launching import free_ports
+from tests.support.processes import free_ports
 from tests.support.waiting import until
 
 
@@ -149,24 +148,6 @@ def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
     rings[1]._listener.close()
     until(lambda: agents.waiting(0) == 1, "the other one is told", 15)
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
-
-
-@pytest.mark.parametrize(("nodes", "secs"), [(1, 0.05), (200, 0.05), (500, 0.25), (1000, 1.0), (9000, 1.0)])
-def test_a_store_of_many_agents_is_asked_less_often(nodes: int, secs: float, delays: list[Any]) -> None:
-    holder = SimpleNamespace(_cache_duration=1, state=SimpleNamespace(complete=False))
-    settings = SimpleNamespace(max_nodes=nodes)
-    look_often(SimpleNamespace(_settings=settings, _state_holder=holder, num_nodes_waiting=int), lambda: None)
-    dynamic_rendezvous._delay(seconds=1)
-    dynamic_rendezvous._delay(seconds=(0, 0.3))
-    holder.state.complete = True  # the next join is a restart
-    dynamic_rendezvous._delay(seconds=(0, 0.3))
-    assert holder._cache_duration == secs and delays == [secs, (0, 0.3)]
-
-
-def test_another_rendezvous_is_left_as_it_is(delays: list[Any]) -> None:
-    before = dynamic_rendezvous._delay, dynamic_rendezvous._RendezvousJoinOp
-    look_often(SimpleNamespace(), lambda: None)
-    assert (dynamic_rendezvous._delay, dynamic_rendezvous._RendezvousJoinOp) == before
 
 
 class Ring:

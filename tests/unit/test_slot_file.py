@@ -23,7 +23,7 @@ from ftckpt.restore import slot_file
 from ftckpt.restore.slot_file import SlotFile, SlotShard
 from ftckpt.restore.threads import in_order
 from tests.support.errors import raises
-from tests.unit.test_arena_segment import MANIFEST, write
+from tests.unit.test_arena import MANIFEST, write
 
 
 @pytest.fixture

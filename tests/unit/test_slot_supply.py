@@ -19,7 +19,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.slot_allocator import SlotAllocator
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, ranks, settle, start, stop, write
 from tests.support.waiting import until
-from tests.unit.test_arena_segment import MANIFEST
+from tests.unit.test_arena import MANIFEST
 
 SECS = 20.0
 KEEP = SnapshotId(LINEAGE, 4)

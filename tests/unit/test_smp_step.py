@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.errors import lacks
-from tests.support.launching import ROOT
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 PYTHON = """#!/bin/bash

@@ -104,17 +104,3 @@ def test_a_shard_is_never_unpacked_as_a_whole(filled: tuple[Path, Job], monkeypa
             reader.read_part(index, begin, min(begin + 1000, nbytes))
         compressed = bool(list(where.glob("iter_*/*.zst")))
         assert len(unpacked) == (-(-nbytes // CHUNK) if compressed else 0)
-        assert reader._unpacked.cache_info().currsize <= 2
-
-
-def test_damage_is_named(filled: tuple[Path, Job]) -> None:
-    where, _ = filled
-    path = next(where.glob("iter_0000007/*-dp1.*"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with closing(SnapshotReader(where)) as reader:
-        bad = [n for n, fragment in enumerate(reader.catalog.fragments) if fragment.key in ("own1", "counter1")]
-        with raises(ConvertError, path.name):
-            for index in bad:
-                reader.read(index)

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import SpecError
 from ftckpt.model.fragment import Box
-from ftckpt.universal.language.patterns import Pattern, evaluate, fill_template
-from ftckpt.universal.language.placing import BoxMap, LocalTensor, Placement, place
-from ftckpt.universal.language.spec import READY, Spec
+from ftckpt.universal.language.patterns import evaluate, fill_template
+from ftckpt.universal.language.placing import LocalTensor, Placement, place
+from ftckpt.universal.language.spec import Spec
 from tests.support.errors import raises
 
 Held = list[tuple[LocalTensor, np.ndarray]]
@@ -57,21 +56,6 @@ def placed(rules: Spec, stored: Held, **arguments: Any) -> dict[str, np.ndarray]
 
 def ramp(*shape: int) -> np.ndarray:
     return np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
-
-
-def test_a_dimension_is_cut_over_ranks() -> None:
-    weight = ramp(8, 6)
-    for dim in (0, 1):
-        stored = held("a.weight", np.split(weight, 2, axis=dim))
-        found = placed(spec({"match": "a.weight", "fragment": {"dim": dim}}), stored)
-        assert (found["a.weight"] == weight).all()
-
-
-def test_halves_are_cut_each_on_its_own() -> None:
-    gate, up = ramp(4, 3), ramp(4, 3) + 100
-    parts = [np.concatenate([g, u]) for g, u in zip(np.split(gate, 2), np.split(up, 2), strict=True)]
-    rules = spec({"match": "fc1", "fragment": {"dim": 0, "parts": ["gate", "up"]}})
-    assert (placed(rules, held("fc1", parts))["fc1"] == np.concatenate([gate, up])).all()
 
 
 def fused(heads: int, kv_heads: int, head_dim: int, ranks: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -132,53 +116,6 @@ def test_any_cuts_at_once(data: st.DataObject) -> None:
     assert (placed(rules, stored)["l.w"] == np.stack(expected)).all()
 
 
-def test_uneven_sizes_are_those_that_are_said() -> None:
-    parts = [ramp(3, 2), ramp(2, 2) + 10]
-    stored = held("w", [*parts, np.zeros((0, 2), int)])
-    expected = np.concatenate(parts)
-    for uneven in (True, [3, 2, 0]):
-        found = placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": uneven}}), stored)
-        assert (found["w"] == expected).all()
-    with_rank_2 = [*stored[:2], *held("other", [ramp(1)] * 3)]
-    rules = [{"match": "w", "fragment": {"dim": 0, "uneven": [3, 2, 0]}}, {"match": "other", "replicated": True}]
-    assert (placed(spec(*rules), with_rank_2)["w"] == expected).all()
-    with raises(SpecError, "w", "2"):
-        placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": True}}, rules[1]), with_rank_2)
-    with raises(SpecError, "w", "tp", "[3, 2, 0]", "uneven"):
-        placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
-    with raises(SpecError, "uneven", "[2, 3, 0]"):
-        placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": [2, 3, 0]}}), stored)
-
-
-def test_layers_are_numbered_through_stages_and_chunks() -> None:
-    stored = []
-    layers = {(0, 0): [10, 11], (1, 0): [12], (0, 1): [13, 14], (1, 1): [15]}  # (pp, chunk)
-    for (pp, chunk), values in layers.items():
-        for number, value in enumerate(values):
-            values_of = np.array([value])
-            stored.append((LocalTensor(f"layers.{number}.w", (1,), {"pp": pp, "vpp": chunk}), values_of))
-    rules = spec({"match": "layers.{layer}.w", "unique": True, "rename": "layers.{layer + offset}.w"})
-    found = placed(rules, stored)
-    assert {name: int(value[0]) for name, value in found.items()} == {f"layers.{n}.w": 10 + n for n in range(6)}
-    with raises(SpecError, "layers.N", "stage 0", "chunk 0", "0 missing"):
-        placed(rules, stored[1:])
-    with raises(SpecError, "0, 1, 0, 1", "pipeline_replicated"):
-        placed(spec({"match": "layers.{layer}.w", "unique": True}), stored)
-
-
-def test_tied_embeddings_have_one_name() -> None:
-    weight = ramp(6, 2)
-    stored = held("embedding", np.split(weight, 2), pp=0) + held("head", np.split(weight, 2), pp=1)
-    rule = {
-        "match": ["embedding", "head"], "fragment": {"dim": 0}, "rename": "embedding", "pipeline_replicated": True,
-    }  # fmt: skip
-    found = placed(spec(rule), stored)
-    assert list(found) == ["embedding"] and (found["embedding"] == weight).all()
-    del rule["pipeline_replicated"]
-    with raises(SpecError, "stages 0, 1"):
-        placed(spec(rule), stored)
-
-
 def test_experts_are_numbered_over_their_ranks_and_stacked() -> None:
     experts = [ramp(4, 2) + 100 * n for n in range(4)]
     stored = []
@@ -211,24 +148,6 @@ def test_a_vocabulary_can_lose_its_padding() -> None:
     assert (placed(cut, stored)["embedding"] == weight[:5]).all()
     with raises(SpecError, "embedding", "8 rows", "9"):
         placed(spec({**rule, "padded_vocabulary": {"size": 9}}), stored)
-
-
-def test_averages_and_what_is_dropped() -> None:
-    stored = held("norm", [ramp(2), ramp(2) + 1]) + held("cache", [ramp(1)])
-    rules = spec({"match": "norm", "average": True}, {"match": "cache", "drop": "made again"})
-    found = place(rules, [each for each, _ in stored], {})
-    assert [each.average for each in found if each is not None] == [True, True] and found[2] is None
-
-
-def test_a_flat_range_of_a_stored_tensor_is_one_range_of_each_box() -> None:
-    shape, box = (4, 6), Box((1, 2), (3, 3))
-    inside = np.zeros(shape, bool)
-    inside[at(box)] = True
-    flat = inside.reshape(-1)
-    box_map = BoxMap(box, box)
-    for start in range(25):
-        for stop in range(start, 25):
-            assert box_map.within(shape, start, stop) == (flat[:start].sum(), flat[:stop].sum())
 
 
 A, B = held("a.weight", [ramp(2)]), held("b.weight", [ramp(2)])
@@ -264,25 +183,16 @@ def test_what_does_not_fit_is_an_error(rules: list[Mapping[str, Any]], text: str
         ({"unique": True}, "1 match"),
         ({"match": "a"}, "unique replicated average fragment drop"),
         ({"match": "a", "unique": True, "average": True}, "unique average"),
-        ({"match": "a", "unique": False}, "unique"),
-        ({"match": "a", "drop": True}, "drop"),
         ({"match": "a", "unique": True, "renam": "b"}, "renam"),
         ({"match": "a", "fragment": {"dim": -1}}, "dim -1"),
-        ({"match": "a", "fragment": {"dim": 0, "size": 4}}, "fragment size"),
-        ({"match": "a", "fragment": [{"dim": 0}, {"dim": 0, "axis": "ep"}]}, "dim"),
-        ({"match": "a", "fragment": {"dim": 0, "parts": [{"width": 2}]}}, "1 name"),
         ({"match": "a", "fragment": {"dim": 0, "parts": [{"name": "a", "unit": 2}]}}, "unit width"),
-        ({"match": "a", "fragment": {"dim": 0, "parts": ["a", {"name": "b", "width": 2}]}}, ""),
         ({"match": "a", "fragment": {"dim": 0, "parts": ["a"], "uneven": [1, 2]}}, ""),
         ({"match": "a", "unique": True, "padded_vocabulary": {"dim": 1}}, "padded_vocabulary dim 0"),
-        ({"match": "a", "unique": True, "expert": "n"}, "n"),
         (
             {"match": "a.{n}", "unique": True, "expert": {"number": "n", "numbers": "odd"}},
             "odd",
         ),
-        ({"match": "a", "unique": True, "stack": "n"}, "n"),
         ({"regex": "a(", "unique": True}, "a"),
-        ({"match": "{a}.{a}", "unique": True}, ""),
     ],
 )
 def test_a_wrong_rule_is_an_error_that_names_the_field(rule: Mapping[str, Any], text: str) -> None:
@@ -296,45 +206,14 @@ def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     for text, error in (
         ("rules: [", "cannot be read"),
-        ("[1]", "has to be a mapping"),
         ("about: x", "either rules or variants"),
-        ("rules: {}", "rules have to be a list"),
         ("rules: [1]", "rule 1: has to be a mapping"),
         ("more: 1\nrules: []", "unknown field more; known are about, rules, variables, variants"),
-        ("variables: {a: [1]}\nrules: []", "rules have to be"),
         ("variables: {a: {of: b}}\nrules: [{match: a, unique: true}]", "variables: a: unknown field of"),
-        ("variables: {a: {from: 3}}\nrules: [{match: a, unique: true}]", "from: has to be a text"),
     ):
         path.write_text(text)
         with pytest.raises(SpecError, match=error):
             Spec.load(path)
-
-
-def test_shapes_that_ranks_disagree_about() -> None:
-    stored = held("w", [ramp(2, 2), ramp(2, 3)])
-    with raises(SpecError, "w", "(4, 2)", "(4, 3)"):
-        placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
-    copies = [*held("w", [ramp(2), ramp(2)], ep=0), *held("w", [ramp(2), ramp(3)], ep=1)]
-    with raises(SpecError, "1", "dimension 0", "2", "3"):
-        placed(spec({"match": "w", "fragment": {"dim": 0}}), copies)
-    with raises(SpecError, "w", "unique", "2 files"):
-        placed(spec({"match": "w", "unique": True}), held("w", [ramp(2), ramp(2)]))
-    lonely = held("w", [ramp(2)]) + held("v", [ramp(2), ramp(2)])
-    with raises(SpecError, "w", "replicated", "1", "unique"):
-        placed(spec({"match": "*", "replicated": True}), lonely)
-
-
-def test_patterns() -> None:
-    def captured(pattern: str, name: str) -> Mapping[str, Any] | None:
-        return Pattern.glob(pattern).match(name)
-
-    assert captured("a.{n}.w", "a.12.w") == {"n": 12}
-    assert captured("a.{n}.w", "a.x.w") is None and captured("a.{n}.w", "a.1.wx") is None
-    assert captured("a.*.w", "a.b.w") == {} and captured("a.*.w", "a.b.c.w") is None
-    assert captured("a.**", "a.b.c") == {} and captured("**.w", "w") is None
-    assert captured("{what:*}_norm.{rest:**}", "q_norm.a.b") == {"what": "q", "rest": "a.b"}
-    assert captured("a+(b", "a+(b") == {} and captured("a+(b", "aa+(b") is None
-    assert Pattern.of_regex(r"(\w+)\.(?P<n>\d+)").match("x.7") == {"n": 7}
 
 
 def test_arithmetic() -> None:
@@ -343,20 +222,6 @@ def test_arithmetic() -> None:
     for text in ("1 +", "2 ** 9", "__import__('os')", "1.5", "layer.x", "1 // 0", "-1 // 0", "(" * 300):
         with pytest.raises(SpecError):
             evaluate(text, {"layer": 1}, {})
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in READY.glob("*.yaml")))
-def test_ready_specifications_explain_themselves(name: str) -> None:
-    rules = Spec.load(name)
-    assert rules.variants
-    assert yaml.safe_load((READY / f"{name}.yaml").read_text())["about"]
-    assert f"`{name}`" in (READY / "README.md").read_text()
-
-
-def test_the_best_variant_is_named_in_the_error() -> None:
-    names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "odd"]
-    with raises(SpecError, "llama", "transformers", "odd"):
-        Spec.load("llama").resolve(names, {})
 
 
 def test_a_ready_specification_for_names_of_hugging_face() -> None:

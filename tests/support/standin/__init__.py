@@ -3,7 +3,7 @@
 For tests, benchmarks and the demo: FTCKPT_DEVICE=tests.support.standin:cpu. What is stood in, and why:
 
 * `torch.cuda` (cuda.py): Megatron refuses to start without it, and waits on its streams.
-* tensor factories and `Tensor` methods (tensor.py): `device="cuda"` is written out everywhere.
+* tensor factories and `Tensor` methods (cuda.py): `device="cuda"` is written out everywhere.
 * `torch.distributed` (distributed.py): "nccl" becomes gloo, and gloo learns what only NCCL does.
 * details of Megatron's modules (megatron.py), fixed when those modules are imported.
 * `multiprocessing` (spawn.py): processes that are spawned get the stand-in too.
@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from tests.support.standin.cuda import install_cuda
+from tests.support.standin.cuda import install_cuda, install_tensor
 from tests.support.standin.distributed import install_distributed
 from tests.support.standin.megatron import install_megatron
 from tests.support.standin.spawn import install_spawn
-from tests.support.standin.tensor import install_tensor
 
 _installed = False
 

@@ -1,4 +1,4 @@
-"""Python of Transformer Engine's own, out of a checkout, over ``kernels`` in the place of what it compiles.
+"""Python of Transformer Engine's own, out of a checkout, over torch in the place of what it compiles.
 
 What it imports beside is there in name alone: it must not be called.
 """
@@ -43,9 +43,9 @@ def load_optimizers(checkout: Path) -> None:
 
 def put_kernels(name: str) -> None:
     """Those in torch under the name of the compiled ones."""
-    from tests.support.te import kernels
+    from tests.support.te import fused_adam
 
-    found = {each: value for each, value in vars(kernels).items() if each.startswith(("multi_tensor", "te_"))}
+    found = {each: value for each, value in vars(fused_adam).items() if each.startswith(("multi_tensor", "te_"))}
     te.put(name, found)
     sys.modules[name].__getattr__ = _anything  # type: ignore[method-assign]
 

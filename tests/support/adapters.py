@@ -1,0 +1,184 @@
+"""The frameworks as the conformance suite sees them: each adapter builds its example job of ``launch/``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ftckpt.config import Config
+from tests.support import ds_jobs, jobs
+from tests.support.conformance import Adapter
+
+PLAIN_TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
+
+
+class ScriptJob:
+    """A job of one of the example scripts, for ``tests.support.conformance.Job``.
+
+    Args:
+        script: the module, with ``train_step`` and ``final_hashes``.
+        job: what its ``build`` made.
+    """
+
+    def __init__(self, script: Any, job: Any) -> None:
+        self._script = script
+        self._job = job
+
+    @property
+    def iteration(self) -> int:
+        return self._job.iteration  # type: ignore[no-any-return]
+
+    def train_iteration(self) -> list[float | None]:
+        metrics = self._script.train_step(self._job)
+        if getattr(self._job, "checkpointer", None):  # DeepSpeed's engine steps by itself
+            self._job.checkpointer.step(self.iteration)
+        return [metrics["loss"], metrics["grad_norm"], metrics["lr"], metrics["loss_scale"]]
+
+    def hashes(self) -> Mapping[str, str]:
+        hashes: Mapping[str, str] = self._script.final_hashes(self._job)
+        return hashes
+
+    def _restored(self, checkpointer: Any) -> Any:
+        self._job.checkpointer = checkpointer
+        checkpointer.restore()
+        return checkpointer
+
+
+class DeepSpeedJob(ScriptJob):
+    """launch/train_deepspeed.py."""
+
+    def __init__(self, shape: ds_jobs.Shape) -> None:
+        import ftckpt.deepspeed  # noqa: F401 - before the script registers its data
+
+        super().__init__(ds_jobs.script(), ds_jobs.build(shape, [*ds_jobs.TINY, "--iterations", "1000"]))
+
+    @property
+    def iteration(self) -> int:
+        return int(self._job.engine.global_steps)
+
+    def attach(self, config: Config) -> Any:
+        import ftckpt.deepspeed
+
+        return ftckpt.deepspeed.attach(self._job.engine, config=config)
+
+    def state(self) -> Any:
+        from ftckpt.deepspeed.state import DeepSpeedState
+
+        return DeepSpeedState(self._job.engine, {"data": self._job.data})
+
+    def optimizers(self) -> list[Any]:
+        from ftckpt.deepspeed.optimizers import inner
+
+        return [inner(self._job.engine.optimizer)]
+
+    def add_parameter(self) -> None:
+        import torch
+
+        self._job.engine.module.extra = torch.nn.Linear(2, 2, bias=False)
+
+
+class MegatronJob(ScriptJob):
+    """launch/train_gpt.py."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        import train_gpt
+
+        args = train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "1000"])
+        super().__init__(train_gpt, train_gpt.build(args))
+        self._objects = {"data": self._job.data, "progress": self._job.progress}
+
+    def attach(self, config: Config) -> Any:
+        import ftckpt.megatron
+
+        job = self._job
+        return self._restored(ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, self._objects, config))
+
+    def state(self) -> Any:
+        from ftckpt.megatron.state import MegatronState
+
+        return MegatronState(self._job.model, self._job.optimizer, self._job.scheduler, self._objects)
+
+    def optimizers(self) -> list[Any]:
+        from ftckpt.megatron.optimizers import leaf_optimizers
+
+        return [leaf.optimizer for leaf in leaf_optimizers(self._job.optimizer) if leaf.optimizer is not None]
+
+    def add_parameter(self) -> None:
+        jobs.add_parameter(self._job.model[0])
+
+
+class PlainJob(ScriptJob):
+    """launch/train_plain.py."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        import train_plain
+
+        args = train_plain.parse_args([*PLAIN_TINY, *argv, "--iterations", "1000"])
+        super().__init__(train_plain, train_plain.build(args))
+
+    @property
+    def iteration(self) -> int:
+        return self._job.progress.iteration  # type: ignore[no-any-return]
+
+    def attach(self, config: Config) -> Any:
+        import ftckpt.torch
+
+        job = self._job
+        return self._restored(ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config))
+
+    def state(self) -> Any:
+        from ftckpt.torch.state import PlainState
+
+        return PlainState(self._job.model, self._job.optimizer, self._job.scheduler, self._job.objects)
+
+    def optimizers(self) -> list[Any]:
+        return [self._job.optimizer]
+
+    def add_parameter(self) -> None:
+        import torch
+
+        getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)
+
+
+# Three replicas where they cost no more than two: sums of two do not depend on the order of their summands. Four of
+# ZeRO-3, since three leave padding in the shards, whose bytes mean nothing.
+_SHAPES = {
+    "zero0": ds_jobs.SHAPES["fp32"], "bf16": replace(ds_jobs.SHAPES["bf16"], ranks=3),
+    "fp16": ds_jobs.SHAPES["fp16"], "zero1": replace(ds_jobs.SHAPES["zero1"], ranks=3),
+    "zero2": replace(ds_jobs.SHAPES["zero2"], ranks=3), "zero3": ds_jobs.SHAPES["zero3"],
+    "zero3-four": replace(ds_jobs.SHAPES["zero3"], ranks=4), "offload": ds_jobs.SHAPES["zero2-offload"],
+    "moe": ds_jobs.SHAPES["moe-ep2"], "pp2dp2": ds_jobs.SHAPES["pp2-dp2"], "2x2x2": ds_jobs.SHAPES["pp2-tp2-dp2"],
+}  # fmt: skip
+_FP16 = ("--precision", "fp16", "--loss-scale", "262144")
+_MEGATRON: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tp2pp2": (4, ("--tp", "2", "--pp", "2")),
+    "dp2-fp16": (2, (*_FP16, "--loss-scale-window", "2")),
+    "dp2-fp32": (2, ("--precision", "fp32", "--no-distributed-optimizer")),
+    "ep2": (2, ("--ep", "2", "--num-experts", "4", "--router-bias")),
+}
+_PLAIN: dict[str, tuple[int, tuple[str, ...]]] = {
+    "none": (2, ("--wrap", "none", "--precision", "fp32", "--optimizer", "adam")),
+    "ddp": (3, ("--wrap", "ddp", "--global-batch", "12")),
+    "ddp-fp16-sgd": (2, ("--wrap", "ddp", *_FP16, "--optimizer", "sgd", "--freeze")),
+    "fsdp2": (2, ("--wrap", "fsdp2")),
+    "fsdp2-bf16": (3, ("--wrap", "fsdp2", "--precision", "bf16", "--global-batch", "12", "--freeze")),
+    "hsdp": (4, ("--wrap", "fsdp2", "--replicas", "2")),
+}
+_BARE = {"stand_in": False}
+
+ADAPTERS = tuple(
+    adapter
+    for adapter in (
+        *(Adapter("megatron", n, r, "fp32" not in n, partial(MegatronJob, a)) for n, (r, a) in _MEGATRON.items()),
+        *(Adapter("plain", n, r, False, partial(PlainJob, a), _BARE) for n, (r, a) in _PLAIN.items()),
+        *(
+            Adapter("deepspeed", n, s.ranks, n != "zero0", partial(DeepSpeedJob, s), _BARE)
+            for n, s in _SHAPES.items()
+        ),
+    )
+    if adapter.framework == "plain" or importlib.util.find_spec(adapter.framework) is not None
+)
+"""All configurations of the frameworks that are installed."""
