@@ -100,14 +100,14 @@ class WindowScheduler:
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
         self._plan: WindowPlan | None = None
-        self._outdated = True  # the plan is older than the last measurement
         self._current = IterationMarks(0.0, [])
         self.intervals = IntervalControl(config, speaks, events.announce)
         """This rank's requests for the intervals; ``speaks``: see there."""
         # On overflow the oldest is dropped: it is too old to matter by the time the device finishes it.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_RATES)
-        self._capacity = 0
+        self.capacity_bytes = 0
+        """Bytes that can be copied in the windows of one iteration; 0 until measured."""
         self._places = 0
         self._provide(_PLACES)
 
@@ -115,11 +115,6 @@ class WindowScheduler:
     def windows(self) -> Windows:
         """The source of turns to copy chunks."""
         return self._bubbles or Always()
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes that can be copied in the windows of one iteration; 0 until measured."""
-        return self._capacity
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """Give a model of the schedule, see ``Profile.expect``."""
@@ -165,10 +160,9 @@ class WindowScheduler:
         """Start a snapshot at this boundary, in copies of ``unit_bytes``; returns the boundary's moment."""
         base = self._current.marks[0][1]  # the common time base of copies and spans
         if self._bubbles is not None:
-            if self._outdated:
-                self._plan, self._outdated = self._planned(unit_bytes), False
+            self._plan = self._planned(unit_bytes)
             if self._plan is not None and self._profile.measured:
-                self._capacity = self._plan.window_bytes
+                self.capacity_bytes = self._plan.window_bytes
             self._bubbles.begin(total_bytes, self._plan)
         return base
 
@@ -189,11 +183,12 @@ class WindowScheduler:
             if iteration is None:
                 break
             self._take_in(iteration, self._pending.popleft())
-            self._outdated = True
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)
-        self.intervals.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing, passed.target)
+        # All moments are known: they precede its end, which is.
+        paused_secs = sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
+        self.intervals.add(passed.place, iteration.secs - paused_secs, passed.flushing, passed.target)
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
@@ -226,10 +221,6 @@ class WindowScheduler:
         # Sorted: several threads append.
         copies = tuple(sorted(passed.copies.timed)) if passed.copies is not None else ()
         return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
-
-    def _paused_secs(self, passed: IterationMarks) -> float:
-        """The total of an iteration's pauses. All moments are known: they precede its end, which is."""
-        return sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
 
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
         if not self._events.kept:

@@ -76,26 +76,6 @@ def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
     assert [result.value for result in run_ranks(gather_all, 3)] == [expected] * 3
 
 
-def wait_for_late(rank: int, size: int, what: str) -> tuple[str, float]:
-    group = Group(LATE_SECS / 3)
-    begin = time.monotonic()
-    if rank == 1:
-        time.sleep(LATE_SECS)
-    try:
-        getattr(group, what)(*{"gather": [b"x"], "broadcast": [b"x", 1]}[what])
-    except RuntimeError as error:
-        return f"RuntimeError {error}", time.monotonic() - begin
-    return "", time.monotonic() - begin
-
-
-@pytest.mark.parametrize("what", ["gather", "broadcast"])
-def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
-    results = run_ranks(wait_for_late, 2, what)
-    told, waited = results[0].value
-    assert told.startswith("RuntimeError")
-    assert waited < LATE_SECS
-
-
 def read(agreement: Any, timeout_secs: float) -> Any:
     """Of each verdict what is whole and what all want of the next snapshot."""
     verdicts = agreement.read(timeout_secs)

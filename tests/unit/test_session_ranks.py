@@ -291,17 +291,6 @@ def test_at_any_interval_a_snapshot_is_whole_and_protected_a_few_steps_behind_it
     assert max(rank.group.num_posted for rank in ranks.ranks) <= 4 * 5
 
 
-def test_what_stays_unsettled_for_long_has_few_rounds_and_is_known_soon_after_it_is_settled() -> None:
-    ranks = job(3, slots=4, interval=200, protect_interval="auto")
-    train(ranks, 210)  # protected once: a node rests only then
-    posted = [rank.group.num_posted for rank in ranks.ranks]
-    for _ in range(290):
-        ranks.iterate([CALM, CALM, Fate(smp="rests")], in_order)
-    assert all(4 <= rank.group.num_posted - before <= 60 for rank, before in zip(ranks.ranks, posted, strict=True))
-    train(ranks, 20)
-    assert {rank.state.targets.protected for rank in ranks.ranks} == {ranks.knows.state.whole}
-
-
 def test_votes_on_protection_are_cast_when_it_is_expected_to_be_complete() -> None:
     """By how long the last one took: three votes for a snapshot where there would be six."""
     ranks = job(3, slots=4, interval=20)
