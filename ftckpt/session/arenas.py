@@ -158,27 +158,27 @@ class NodeArenas:
         reports = [post.report for post in posts if post.report is not None]
         return protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
 
-    def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
+    def replace(self, old: Arena, committed: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
         """Switch to another manifest during training; returns its locked arena, as ``open`` does.
 
-        ``old`` is the current arena, which is closed. ``whole`` is the newest committed snapshot; all others are
+        ``old`` is the current arena, which is closed. ``committed`` is the newest committed snapshot; all others are
         invalidated. No copy may run.
 
         Raises:
-            MemoryBudgetError, ArenaError: the new arena cannot be allocated. ``whole`` is kept; if the memory check
-                failed before anything was invalidated, all snapshots are.
+            MemoryBudgetError, ArenaError: the new arena cannot be allocated. ``committed`` is kept; if the memory
+                check failed before anything was invalidated, all snapshots are.
         """
         self._end_supply()
         try:
             # First: without room, snapshots would be invalidated for nothing.
-            _, posts = self._agree(lambda marks: self._foresee_change(marks, old, whole, manifest))
+            _, posts = self._agree(lambda marks: self._foresee_change(marks, old, committed, manifest))
             self._require_room(posts)
             # A kill from here on must leave all ranks consistent: uncommitted snapshots are invalidated in every
             # arena before the first arena changes.
-            together(self._group, lambda: _void_others(old, whole))
+            together(self._group, lambda: _void_others(old, committed))
         finally:
             old.close()
-        return self.open(manifest, whole, use)
+        return self.open(manifest, committed, use)
 
     def remove_old(self) -> None:
         """Remove old arenas: a snapshot in the new ones is as safe as theirs. ``complete`` retries."""
@@ -320,7 +320,7 @@ class NodeArenas:
             nonlocal forecast
             forecast = foresee(marks)
             now_bytes, later_bytes = forecast.needs.now_bytes - forecast.freed_bytes, forecast.needs.later_bytes
-            report = protection.tell(forecast.image, name, forecast.existing) if protection is not None else None
+            report = protection.report(forecast.image, name, forecast.existing) if protection is not None else None
             slots = self.slots if forecast.existing is None else forecast.existing.control.slots
             return _Post(now_bytes, later_bytes, slots, forecast.image.file_bytes, forecast.marks, report)
 

@@ -87,9 +87,9 @@ class Checkpointer:
         return self.snapshots.begun if self.snapshots is not None else -1
 
     @property
-    def whole(self) -> SnapshotId | None:
+    def committed(self) -> SnapshotId | None:
         """The newest snapshot that all ranks are known to have sealed."""
-        return self.rank.state.whole
+        return self.rank.state.committed
 
     @property
     def protected(self) -> SnapshotId | None:
@@ -263,7 +263,7 @@ class Checkpointer:
             snapshots.execute(self.rank.state.check_order(last, iteration))
         try:
             if self.off or self._closed:
-                snapshots.let_go()
+                snapshots.release()
             else:
                 self._take_snapshot(snapshots, iteration)
         finally:
@@ -294,12 +294,12 @@ class Checkpointer:
         ``skipped``, ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``:
         iterations since the newest committed or protected snapshot, absent if there is none.
         """
-        return self.rank.numbers.report(who, self._boundary, self.whole, self.protected)
+        return self.rank.numbers.report(who, self._boundary, self.committed, self.protected)
 
     def _publish_counts(self) -> None:
         rank, persisted = self.rank, self.persisted
         shard = self.snapshots.shard if self.snapshots is not None else None
-        rank.numbers.passed(self._boundary, rank.state.interval.spacing, self.whole, self.protected)
+        rank.numbers.passed(self._boundary, rank.state.interval.spacing, self.committed, self.protected)
         counts = rank.numbers.counts
         counts[HeartbeatGauge.DIFFERING] = shard.num_differing if shard is not None else 0
         counts[HeartbeatGauge.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
@@ -309,7 +309,7 @@ class Checkpointer:
         counts[HeartbeatGauge.NO_SNAPSHOTS] = int(bool(reason))
         if not self.off or self.topology.rank == 0:  # all ranks are off together
             self._reminder.update(reason)
-        rank.protection.tell_counts(counts)
+        rank.protection.publish_counts(counts)
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
         """Write the newest committed snapshot to the directory ``path``, which all nodes must share.

@@ -83,7 +83,7 @@ class NodeSmp:
         self.network: NetworkLimit | None = None
         """The network limit of this node's SMP; None before ``configure``, and without peers."""
 
-    def tell_hazards(self, node_dir: Path) -> None:
+    def report_hazards(self, node_dir: Path) -> None:
         """Report hazards of the environment, once the node's directory is locked for this attempt."""
         if not self._topology.is_node_leader:
             return

@@ -147,8 +147,8 @@ class JoinedNodes(NamedTuple):
 class Protection:
     """One rank's protection. Construction and ``arrange`` are collective.
 
-    At start, the gather of ``NodeArenas.open`` carries every rank's ``tell`` to all others, which ``join`` with them;
-    ``arrange`` does the same for rebuilt arenas.
+    At start, the gather of ``NodeArenas.open`` carries every rank's ``report`` to all others, which ``join`` with
+    them; ``arrange`` does the same for rebuilt arenas.
 
     Only ``__init__``, ``arrange`` and its parts raise. If protection fails later, an event says so, snapshots stay
     unprotected, and training continues.
@@ -202,13 +202,13 @@ class Protection:
             ConfigError: invalid modes, groups, secret or address; on all ranks together.
         """
         self._arena = arena  # first: whatever fails below, marks must go to the arena in use
-        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), RankReport)
+        told = gather_all(self._group, lambda: self.report(arena.image, arena.path.name, arena), RankReport)
         # Training runs: protection for which there is no room waits.
         joined = together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
         # Together, too: if one rank alone stopped protection, its votes would differ from the others'.
         together(self._group, lambda: self.begin(arena, joined))
 
-    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
+    def report(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
         """Report this rank's arena, ``name``, which need not exist yet, and its SMP to the other ranks.
 
         Raises:
@@ -283,12 +283,12 @@ class Protection:
         if self._pulse is not None:
             self._pulse.beat(iteration, phase)
 
-    def tell_copying(self, copying: bool) -> None:
+    def report_copying(self, copying: bool) -> None:
         """Publish whether this rank copies now: the SMP then leaves CPU and memory bandwidth to it. Thread-safe."""
         if self._pulse is not None:
             self._pulse.tell_copying(copying)
 
-    def tell_counts(self, counts: Sequence[int]) -> None:
+    def publish_counts(self, counts: Sequence[int]) -> None:
         """Publish this rank's counters, for monitoring."""
         if self._pulse is not None:
             self._pulse.tell_counts(counts)

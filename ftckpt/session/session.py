@@ -122,7 +122,7 @@ class SessionState:
 
     def __init__(self, config: Config, protects: bool = False, nodes: int = 1) -> None:
         self.lineage = b""
-        self.whole: SnapshotId | None = None
+        self.committed: SnapshotId | None = None
         """The newest snapshot that all ranks are known to have sealed."""
         self.off_reason = ""
         """Why this rank takes no snapshots and no part in votes for the rest of this attempt; empty while on."""
@@ -140,20 +140,20 @@ class SessionState:
         self._result = VoteResult(0, -1)  # the last one
         self._gives_up = False
         self._has_old_arenas = True
-        self._whole_here_secs: float | None = None  # when a snapshot was first committed in the current arenas
+        self._committed_here_secs: float | None = None  # when a snapshot was first committed in the current arenas
 
     def begin(self, lineage: bytes, restored: SnapshotId | None, now_secs: float, in_memory: bool = True) -> None:
         """Start: snapshots have ``lineage``, training resumes from ``restored``, which is the first protection
         target if it is ``in_memory``."""
         iteration = restored.iteration if restored is not None else -1
-        self.lineage, self.whole = lineage, restored if in_memory else None
+        self.lineage, self.committed = lineage, restored if in_memory else None
         self._posted = replace(self._posted, stretch=self.interval.changes[-1][1])
         self.replicas.lay_out(0, iteration)
-        self.targets.target = self.whole if self.targets.interval else None
+        self.targets.target = self.committed if self.targets.interval else None
         self.targets.chosen_secs = now_secs
         self.flushes.resume(iteration)
 
-    def take_over(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
+    def adopt(self, protected: SnapshotId | None, target: SnapshotId | None) -> None:
         """Adopt the snapshots in the arenas of all ranks: the one an earlier attempt protected, the restored one."""
         self.targets.protected, self.targets.target = protected, target
 
@@ -230,7 +230,7 @@ class SessionState:
             will = Readiness.OFF  # unless a snapshot was sealed since, which resets the failures
         tasks = *self.targets.report(protection, now_secs), *self.flushes.report(flush, now_secs)
         cost = int(min(request.cost, _MOST_COST) * 1e6)
-        return self._make_vote(own, will, request.stretch, cost, *tasks, self.flushes.wish(request))
+        return self._make_vote(own, will, request.stretch, cost, *tasks, self.flushes.request(request))
 
     def empty_vote(self) -> Vote:
         """The vote if ``vote_to_post`` raises: nothing sealed, SKIP. It repeats the last requests, as this rank's
@@ -258,24 +258,24 @@ class SessionState:
     def learn(self, results: Sequence[VoteResult], now_secs: float) -> list[Action]:
         """Apply vote results, in their order."""
         actions: list[Action] = []
-        marks, whole = self.marks, self.whole
+        marks, committed = self.marks, self.committed
         for result in results:
             self._votes.read(result)
             self._result = result
             # Every result counts: an earlier one may name a snapshot to keep where the last names none.
-            if result.newest >= 0 and (self.whole is None or result.newest > self.whole.iteration):
-                self.whole = SnapshotId(self.lineage, result.newest)
+            if result.newest >= 0 and (self.committed is None or result.newest > self.committed.iteration):
+                self.committed = SnapshotId(self.lineage, result.newest)
             actions += self.targets.learn(result, self.lineage, now_secs)
             # While protection fails, committed but unprotected snapshots are flushed.
             protects = self.targets.interval and not self.targets.given_up
-            newest = self.targets.protected if protects else self.whole
+            newest = self.targets.protected if protects else self.committed
             actions += self.flushes.learn(result, newest, now_secs)
             actions += self.replicas.compare(result)
             actions += self.interval.learn(result)
-        if self.whole is not None and self.whole != whole:
-            actions.append(CommitMark(self.whole))
-            if self._whole_here_secs is None:
-                self._whole_here_secs = now_secs
+        if self.committed is not None and self.committed != committed:
+            actions.append(CommitMark(self.committed))
+            if self._committed_here_secs is None:
+                self._committed_here_secs = now_secs
         if self.marks != marks:
             actions.append(self.marks)
         if self._supersedes(now_secs):
@@ -318,7 +318,7 @@ class SessionState:
         if new_arenas:
             self.targets.forget()
             self.flushes.forget()
-            self._has_old_arenas, self._whole_here_secs = True, None
+            self._has_old_arenas, self._committed_here_secs = True, None
 
     def not_protected(self) -> list[Action]:
         """Stop protection: it is impossible with the current arenas."""
@@ -333,7 +333,7 @@ class SessionState:
     @property
     def keep(self) -> frozenset[SnapshotId]:
         """Snapshots whose slots must not be written."""
-        snapshots = self.whole, self.targets.protected, self.targets.target, self.flushes.current
+        snapshots = self.committed, self.targets.protected, self.targets.target, self.flushes.current
         return frozenset(one for one in snapshots if one is not None)
 
     def take(self, iteration: int, has_room: bool, obstacle: str = "") -> TakeSnapshot | SkipSnapshot | None:
@@ -394,8 +394,8 @@ class SessionState:
 
         The latter is not required without protection, or if that fails or takes too long.
         """
-        if not self._has_old_arenas or self._whole_here_secs is None:
+        if not self._has_old_arenas or self._committed_here_secs is None:
             return False
-        targets, waited_secs = self.targets, now_secs - self._whole_here_secs
+        targets, waited_secs = self.targets, now_secs - self._committed_here_secs
         is_safe = not targets.interval or targets.protected is not None or targets.degraded
         return is_safe or waited_secs > max(targets.timeout_secs, targets.wait_secs)

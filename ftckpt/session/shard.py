@@ -78,14 +78,14 @@ class Shard:
 
     @property
     def state(self) -> Description:
-        """The training state as described at start; not after ``let_go``."""
+        """The training state as described at start; not after ``release``."""
         assert self._described is not None, "let go of"
         return self._described
 
-    def lay_out(self, whole: SnapshotId | None, cast: Collection[str] = ()) -> None:
+    def lay_out(self, committed: SnapshotId | None, cast: Collection[str] = ()) -> None:
         """Decide what this rank copies, and open an arena and protection for it; raises on all ranks together.
 
-        ``whole`` is the snapshot in the arenas from which the job resumes. ``cast``: see ``assign``.
+        ``committed`` is the snapshot in the arenas from which the job resumes. ``cast``: see ``assign``.
         """
         arenas, protection = self._rank.arenas, self._rank.protection
         assignment = self._assign(cast)
@@ -94,14 +94,14 @@ class Shard:
         while True:
             try:
                 use = partial(self._use, assignment)
-                arena = arenas.open(assignment.manifest, whole, use, protection, lacking)
+                arena = arenas.open(assignment.manifest, committed, use, protection, lacking)
                 break
             except MemoryBudgetError as error:
                 self._leave_arena()
                 if protection.lessen(error):
                     continue
                 # The state is loaded from memory: the job continues, and slots are allocated when there is room.
-                if whole is None or lacking:
+                if committed is None or lacking:
                     raise
                 lacking = True
         copied = self.capture.stepped_bytes if self.capture is not None else 0
@@ -117,7 +117,7 @@ class Shard:
         if self.capacities is None and self.capture is not None:
             self.capture.arena.control.mark_capacity(self._scheduler.capacity_bytes)
 
-    def prove(self, late: bool, stepped: bool, whole: SnapshotId | None) -> Proof:
+    def prove(self, late: bool, stepped: bool, committed: SnapshotId | None) -> Proof:
         """Verify the assumptions about derived pieces and replicas; rebuild the arenas if they do not hold.
 
         ``late``: this rank may lack vote results, or its copies run. ``stepped``: optimizer-updated state may have
@@ -150,7 +150,7 @@ class Shard:
         ends = any(all_ends)
         new_arenas = any(changes) and not any(lates) and not ends
         if new_arenas:
-            self._lay_out_anew(capture, checked, whole)
+            self._lay_out_anew(capture, checked, committed)
         all_odd = tuple(sorted({*chain.from_iterable(odd)}))
         parted = bool(differing) or any(breaks)
         return Proof(any(steps), any(changes), new_arenas, differing, all_odd, parted, ends)
@@ -208,7 +208,7 @@ class Shard:
         few = self.capture is not None and self.capture.num_slots < _MIN_SLOTS
         return self._rank.arenas.shortage if few else ""
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """Drop all references to training state, once ftckpt is off; returns whether there were any."""
         held = self._described is not None
         self._described = self._assignment = self._sampler = self._sharing = None
@@ -221,16 +221,16 @@ class Shard:
             capture.close()
             capture.arena.close()
 
-    def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
+    def _lay_out_anew(self, capture: Capture, checked: Assignment, committed: SnapshotId | None) -> None:
         # First: if no arena can be allocated, no capture may refer to the closed one.
         self.capture = self._sampler = None
         capture.close()
-        self._rank.arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
+        self._rank.arenas.replace(capture.arena, committed, checked.manifest, partial(self._use, checked))
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
         config, scheduler = self._rank.config, self._scheduler
         copier = make_copier(
-            scheduler.clock, config.schedule != "thread", self._rank.protection.tell_copying,
+            scheduler.clock, config.schedule != "thread", self._rank.protection.report_copying,
             locality=self._locality, turns=self._rank.arenas.path / PINNING_NAME, tell_far=self._report_far,
             pins=config.pin == "on",
         )  # fmt: skip

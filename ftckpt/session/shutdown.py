@@ -152,7 +152,7 @@ class FinalFlush:
             problems = codec.gather(rank.group, self.take(last, ending.keep), str)
             reason = next((f"rank {number}: {text}" for number, text in enumerate(problems) if text), "")
         if not reason:  # committed: all ranks have it
-            rank.state.whole = last
+            rank.state.committed = last
             if self._snapshots.capture is not None:
                 self._snapshots.capture.arena.control.mark_whole(last)
             return last
@@ -189,7 +189,7 @@ class FinalFlush:
         """The reasons of all SMPs for the failed flush of ``last``. Collective; a rank that cannot reach the others
         returns its own node's reason."""
         protection = self._rank.protection
-        causes = [protection.smp.flush_problem(lambda: protection.observe_flush(last).goes_on)]
+        causes = [protection.smp.flush_problem(lambda: protection.observe_flush(last).is_running)]
         with suppress(RuntimeError, LaunchError):
             causes = codec.gather(self._rank.group, causes[0], str)
         return "; ".join(sorted(set(filter(None, causes)))) or NO_REASON

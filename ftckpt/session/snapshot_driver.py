@@ -77,7 +77,7 @@ class SnapshotDriver:
         reconstructed (``rebuilt``)."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
         self._state.replicas.lay_out(self.shard.positions, restored.iteration if restored is not None else -1)
-        self._state.take_over(*self._rank.protection.survey(restored, rebuilt))
+        self._state.adopt(*self._rank.protection.survey(restored, rebuilt))
         self._mark_arrangement()
 
     def require_calls(self) -> None:
@@ -148,9 +148,9 @@ class SnapshotDriver:
         except Exception as error:  # noqa: BLE001 - the votes of the other ranks must still be read
             self.fail(error)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release references to training state, once ftckpt is off and no proof follows."""
-        if self.shard.let_go():
+        if self.shard.release():
             self.kept = None
             self.scheduler.close()
 
@@ -318,7 +318,7 @@ class SnapshotDriver:
         state, shard = self._state, self.shard
         late = state.late or (shard.capture is not None and shard.capture.busy)
         try:
-            proof = shard.prove(late, has_stepped, state.whole)
+            proof = shard.prove(late, has_stepped, state.committed)
         except FtckptError as error:
             self.execute([*state.replicas.mistrust(), state.turn_off(f"no new arena: {error}")])
             return

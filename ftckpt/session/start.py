@@ -64,7 +64,7 @@ def meet(rank: RankContext) -> Preparation:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
     # Before anything is read: afterwards no other attempt writes these arenas.
     rank.arenas.entry.enter()
-    rank.protection.smp.tell_hazards(rank.arenas.path)
+    rank.protection.smp.report_hazards(rank.arenas.path)
     prepared: list[Preparation] = []
     places, attempts, _ = gather_each(
         rank.group, (rank.arenas.entry.look, NodeReport),

@@ -309,7 +309,7 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
         longest_secs = max(longest_secs, time.monotonic() - begin)
         if iteration == 4:
             goes_on.set()
-    whole, off = checkpointer.whole, checkpointer.off
+    whole, off = checkpointer.committed, checkpointer.off
     checkpointer.close(remove=False)
     return longest_secs, whole.iteration if whole is not None else -1, off
 

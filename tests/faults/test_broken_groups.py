@@ -80,7 +80,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
         time.sleep(0.02)
-    whole, pulses = checkpointer.whole, Heartbeat.open(checkpointer.node_dir, None).ranks()
+    whole, pulses = checkpointer.committed, Heartbeat.open(checkpointer.node_dir, None).ranks()
     dist.barrier()
     if end == "die":
         plain.die()

@@ -395,7 +395,7 @@ class Rank:
                     self._drop()
 
     def lay_out_anew(self) -> None:
-        whole = self.state.whole
+        whole = self.state.committed
         self.old = {whole} if whole is not None else set()
         self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
         self.marks = UpdateTargets(None, None)
@@ -422,7 +422,7 @@ class Job:
 
     def start(self) -> None:
         """A new attempt restores the newest snapshot that all ranks have; no older one than any rank knew whole."""
-        known = self.knows.state.whole if self.lives else None
+        known = self.knows.state.committed if self.lives else None
         self.wrong = False
         common = set.intersection(*(rank.sealed for rank in self.ranks))
         restored = max(common, default=None)
@@ -451,7 +451,7 @@ class Job:
             rank.state.replicas.lay_out(POSITIONS if self.config.replica_check_interval else 0, rank.iteration)
             if self.protects:
                 target = restored if restored in in_slots else None
-                rank.state.take_over(protected if protected in in_slots else None, target)
+                rank.state.adopt(protected if protected in in_slots else None, target)
                 rank.marks = rank.state.marks
 
     @property
@@ -519,7 +519,7 @@ class Job:
         new_arenas = self.changed_replicas and not any(late for late, _ in ranks) and not broken
         self.wrong = self.changed_replicas and not new_arenas
         if new_arenas:
-            assert len({rank.state.whole for rank in self.ranks}) == 1, "ranks keep different snapshots"
+            assert len({rank.state.committed for rank in self.ranks}) == 1, "ranks keep different snapshots"
         for rank in self.ranks:
             if rank.fate.breaks == "proof":
                 continue  # it comes here itself, and is lost
@@ -541,7 +541,7 @@ class Job:
         """What holds at any instant."""
         knows = self.knows.state
         # In a new layout, before all ranks know it, only the whole one lies in what old arenas are left.
-        kept = (knows.whole, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))
+        kept = (knows.committed, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))
         for rank in self.ranks:
             lost = [s for s in kept if s and s not in rank.sealed]
             assert not lost, f"rank {rank.index} has lost {[s.iteration for s in lost]}"

@@ -52,7 +52,7 @@ def rank_of(**parts: Any) -> Any:
     rank = SimpleNamespace(**{**others, **parts})
     events = {"emit": nothing, "announce": nothing, "end_part": nothing, "close": nothing, "parts": ()}
     rank.events = SimpleNamespace(**{**events, **vars(parts.get("events", SimpleNamespace()))})
-    protection: dict[str, Any] = dict.fromkeys(("beat", "mark", "tell_counts", "tell_copying", "close"), nothing)
+    protection: dict[str, Any] = dict.fromkeys(("beat", "mark", "publish_counts", "report_copying", "close"), nothing)
     protection |= {"protects": True, "survey": lambda *_: (None, None), "observe_flush": lambda flush: NO_FLUSH}
     rank.protection = parts.get("protection") or SimpleNamespace(observe=lambda target: ProtectionStatus())
     for name, value in protection.items():
@@ -62,7 +62,7 @@ def rank_of(**parts: Any) -> Any:
 
 
 def shard_of(capture: Any = None) -> Any:
-    parts: dict[str, Any] = dict.fromkeys(("lay_out", "supply", "let_go"), nothing)
+    parts: dict[str, Any] = dict.fromkeys(("lay_out", "supply", "release"), nothing)
     return SimpleNamespace(
         capture=capture, positions=0, num_differing=0, shortage="", sampled=lambda number: (None, None), **parts
     )
@@ -145,7 +145,7 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
     arenas, state = SimpleNamespace(path=Path(), coming_bytes=0, slots=4), SessionState(Config(), protects=True)
     snapshots = snapshots_of(SimpleNamespace(arena=object()), protection=protection, arenas=arenas, state=state)
     if anew:
-        state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
+        state.adopt(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
         snapshots.protect_new_arena()
     else:
         snapshots.begin(LINEAGE, SnapshotId(LINEAGE, 5), True)

@@ -161,7 +161,7 @@ def tuning(mtbf_secs: float = 1e6) -> FlushScheduler:
     assert flushes.current is None, "iterations that compile"
     learn(flushes, verdict(), 3, 100.0)
     assert flushes.current == at(3), "an early one, to know what it takes"
-    assert flushes.wish(IntervalRequest(iteration_secs=2.0)) == 0, "nothing is known yet"
+    assert flushes.request(IntervalRequest(iteration_secs=2.0)) == 0, "nothing is known yet"
     assert learn(flushes, verdict(3), 8, 150.0) == ["persisted"] and flushes.current is None
     return flushes
 
@@ -170,7 +170,7 @@ def tuning(mtbf_secs: float = 1e6) -> FlushScheduler:
     ("mtbf_secs", "share", "cost_secs"), [(1e6, 0.2, 10.0), (1e6, 0.0, 0.5), (1e8, 0.2, 10.0), (1e4, 0.001, 0.5)]
 )
 def test_a_wish_follows_from_what_a_flush_takes_and_costs(mtbf_secs: float, share: float, cost_secs: float) -> None:
-    wish = tuning(mtbf_secs).wish(IntervalRequest(iteration_secs=2.0, flush_share=share))
+    wish = tuning(mtbf_secs).request(IntervalRequest(iteration_secs=2.0, flush_share=share))
     assert wish == round(best_interval_secs(cost_secs, 50.0, mtbf_secs) / 2.0)
 
 
@@ -189,26 +189,26 @@ def test_no_other_interval_loses_less() -> None:
 
 def test_a_rank_judges_once_behind_each_flush() -> None:
     flushes = tuning()
-    first = flushes.wish(IntervalRequest(iteration_secs=2.0, flush_share=0.2))
-    assert flushes.wish(IntervalRequest(iteration_secs=20.0, flush_share=0.9)) == first
+    first = flushes.request(IntervalRequest(iteration_secs=2.0, flush_share=0.2))
+    assert flushes.request(IntervalRequest(iteration_secs=20.0, flush_share=0.9)) == first
     learn(flushes, verdict(), 600, 200.0)
     learn(flushes, verdict(600), 620, 251.0)
-    assert flushes.wish(IntervalRequest(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
+    assert flushes.request(IntervalRequest(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
     learn(flushes, verdict(), 1200, 300.0)
     learn(flushes, verdict(1200), 1250, 350.0)
-    assert flushes.wish(IntervalRequest(iteration_secs=8.0, flush_share=0.2)) < first / 3
+    assert flushes.request(IntervalRequest(iteration_secs=8.0, flush_share=0.2)) < first / 3
 
 
 def test_ranks_that_wish_for_different_intervals_choose_the_same_snapshots() -> None:
     """What one rank has measured is its own; what all have read is the same."""
     ranks, chosen = [tuning() for _ in range(3)], []
     for number in range(9, 1500):
-        wishes = [rank.wish(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
+        wishes = [rank.request(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
         current = ranks[0].current
         read = replace(verdict(current.iteration if current else -1), flush_interval=max(wishes))
         for rank in ranks:
             learn(rank, read, number, float(number))
         assert len({rank.current for rank in ranks}) == 1
         chosen += [number] if ranks[0].current is not None else []
-    assert len({rank.wished for rank in ranks}) == 3 and len(chosen) > 5
+    assert len({rank.requested for rank in ranks}) == 3 and len(chosen) > 5
     assert len({after - before for before, after in itertools.pairwise(chosen[-4:])}) == 1

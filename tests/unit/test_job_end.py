@@ -124,8 +124,8 @@ class Slots:
 def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_or_protected(full: bool) -> None:
     capture, state = Slots(at(5), at(7), at(8), *(() if full else (at(6),))), SessionState(Config(), protects=True)
     state.begin(b"l" * 16, None, 0.0)
-    state.whole = at(7)  # it has not read yet of 8, and another rank has
-    state.take_over(at(5), at(7))
+    state.committed = at(7)  # it has not read yet of 8, and another rank has
+    state.adopt(at(5), at(7))
     marks, taken = [], list[TakeSnapshot]()
 
     def begin(take: TakeSnapshot) -> int:

@@ -182,8 +182,8 @@ def test_what_helps_against_a_hazard_is_told_once(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(node_smp, "hazards", lambda *_: [Hazard("small_tmpfs", "little room", "more of it")])
     emitted, lines = list[str](), list[str]()
     leader = of_rank(0, emit=lambda event, **_: emitted.append(event), announce=lines.append)
-    leader.tell_hazards(tmp_path)
+    leader.report_hazards(tmp_path)
     (tmp_path / "dp0.12345678").mkdir()
-    leader.tell_hazards(tmp_path)
+    leader.report_hazards(tmp_path)
     assert emitted == ["environment"] * 2
     assert lines == ["little room; more of it", "little room; ftckpt check says what to do"]

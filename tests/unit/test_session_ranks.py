@@ -45,8 +45,8 @@ def progresses(ranks: Job) -> None:
     for rank in ranks.ranks:
         assert not rank.state.off
         assert (
-            rank.state.whole is not None
-            and rank.state.whole.iteration > ranks.iteration - 3 * ranks.config.least_interval
+            rank.state.committed is not None
+            and rank.state.committed.iteration > ranks.iteration - 3 * ranks.config.least_interval
         )
         assert rank.state.failures == 0
         if ranks.protects:
@@ -158,7 +158,7 @@ def test_protection_that_is_slower_than_iterations_costs_a_snapshot_only_where_t
     ranks, ages, guarded = job(3, slots=slots), [], set()
     for number in range(200):
         ranks.iterate([Fate(smp="slow" if number % every else "covers")] * 3, in_order)
-        whole, protected = ranks.knows.state.whole, ranks.knows.state.targets.protected
+        whole, protected = ranks.knows.state.committed, ranks.knows.state.targets.protected
         if number > 40:
             assert whole is not None and protected is not None
             ages.append((ranks.iteration - whole.iteration, ranks.iteration - protected.iteration))
@@ -206,7 +206,7 @@ def test_ranks_whose_connections_break_are_off_together_and_a_restart_has_what_o
     train(ranks, 7)
     ranks.changed_replicas = where == "layout"
     ranks.iterate([CALM, Fate(breaks=where), CALM], in_order)
-    known = ranks.knows.state.whole
+    known = ranks.knows.state.committed
     train(ranks, 2)
     assert not ranks.on and known is not None
     ranks.changed_replicas = False
@@ -285,7 +285,7 @@ def test_at_any_interval_a_snapshot_is_whole_and_protected_a_few_steps_behind_it
         if ranks.iteration % 20 == 0:
             begun = ranks.iteration
         for rank in ranks.ranks if begun else []:
-            whole, protected = rank.state.whole, rank.state.targets.protected
+            whole, protected = rank.state.committed, rank.state.targets.protected
             assert ranks.iteration < begun + 2 or (whole is not None and whole.iteration == begun)
             assert ranks.iteration < begun + 5 or (protected is not None and protected.iteration == begun)
     assert max(rank.group.num_posted for rank in ranks.ranks) <= 4 * 5
