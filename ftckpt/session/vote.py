@@ -228,9 +228,8 @@ class VoteSchedule:
     vote, posted when that snapshot is sealed. Any other step has one if the results of all earlier votes leave
     something pending: a rank that has not read them all does not know yet, and posts later. So a late rank delays
     only what its vote decides, and no rank waits for it at a boundary without a snapshot. The next vote is that of a
-    step which no rank had reached when it posted the last one: steps that a late rank missed have none. After the
-    first vote of a snapshot as many steps have none as its protection is expected to take, by the last one. From then
-    on, the longer something stays pending, the more steps pass between two votes, up to ``_MAX_PAUSE``.
+    step which no rank had reached when it posted the last one: steps that a late rank missed have none. The longer
+    something stays pending, the more steps pass between two votes, up to ``_MAX_PAUSE``.
     """
 
     def __init__(self) -> None:
@@ -240,9 +239,6 @@ class VoteSchedule:
         self._num_unread = 0  # results of posted votes
         self._furthest = 0  # ``step`` of the last result
         self._number = self._num_again = 0  # the snapshot of the last result, and results of it before
-        self._began = 0  # ``step`` of that snapshot's first result
-        self._busy_steps = 0  # steps after a snapshot's first result until SMPs are expected to be done
-        self._has_waited = False  # whether they took at least as long for that snapshot
         self._pause = 0  # steps without a vote before the next one
 
     @property
@@ -292,16 +288,7 @@ class VoteSchedule:
         """Note the result of the first unread vote."""
         self._num_unread -= 1
         self._furthest = result.step
-        if result.number == self._number:
-            self._num_again += 1
-            # The pause grows with the wait, so that it delays a result by a fraction of the time already waited.
-            self._pause = min(_MAX_PAUSE, self._num_again // 4)
-            # Without a target the next one is chosen once no node's SMP is throttled.
-            if result.cover < (TaskState.DONE if result.target >= 0 else TaskState.READY):
-                self._busy_steps = min(_MAX_PAUSE, result.step - self._began)
-                self._has_waited = True
-            return
-        if not self._has_waited:  # a step earlier, in case protection got faster
-            self._busy_steps = max(0, self._busy_steps - 1)
-        self._pause, self._has_waited = self._busy_steps, False
-        self._number, self._num_again, self._began = result.number, 0, result.step
+        self._num_again = self._num_again + 1 if result.number == self._number else 0
+        self._number = result.number
+        # The pause grows with the wait, so that it delays a result by a fraction of the time already waited.
+        self._pause = min(_MAX_PAUSE, self._num_again // 2)

@@ -291,24 +291,6 @@ def test_at_any_interval_a_snapshot_is_whole_and_protected_a_few_steps_behind_it
     assert max(rank.group.num_posted for rank in ranks.ranks) <= 4 * 5
 
 
-def test_votes_on_protection_are_cast_when_it_is_expected_to_be_complete() -> None:
-    """By how long the last one took: three votes for a snapshot where there would be six."""
-    ranks = job(3, slots=4, interval=20)
-    delays, num_posted = [], []
-    for snapshot in range(20):
-        num_slow, delay = 4 if snapshot < 14 else 0, 20
-        for step in range(20):
-            ranks.iterate([CALM, CALM, Fate(smp="slow" if step < num_slow else "covers")], in_order)
-            protected = {rank.state.targets.protected for rank in ranks.ranks}
-            if {one and one.iteration for one in protected} == {20 * snapshot}:
-                delay = min(delay, step)
-        delays.append(delay)
-        num_posted.append(ranks.ranks[0].group.num_posted)
-    assert max(delays[1:]) <= 7
-    assert num_posted[13] - num_posted[3] <= 10 * 3
-    assert delays[-1] < delays[13], "an SMP that got faster is noticed"
-
-
 def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
     votes = VoteSchedule()
     votes.boundary(1, due=True, pending=False)
