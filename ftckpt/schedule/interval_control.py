@@ -50,27 +50,20 @@ class IntervalControl:
         self.stretch = 1
         """The factor on the interval that this rank requests to stay within the budget."""
         self._cost = -1.0 if self._is_auto else 0.0
-        self._request: IntervalRequest | None = None
 
     def resume(self, interval: int) -> None:
         """With ``interval`` auto: start with the interval that an earlier attempt measured."""
         if self._auto is not None:
             self._auto.resume(interval)
             self._follow(self._auto)
-            self._request = None
 
     @property
     def request(self) -> IntervalRequest:
-        """This rank's requests for the intervals, computed when a vote needs them."""
-        if self._request is None:
-            self._request = IntervalRequest(
-                self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share
-            )
-        return self._request
+        """This rank's requests for the intervals."""
+        return IntervalRequest(self.stretch, self._cost, self._meter.iteration_secs, self._meter.flush_share)
 
     def add(self, place: int, secs: float, flushing: bool, target: int) -> None:
         """Add an iteration, see ``CostMeter.add``."""
-        self._request = None
         more = self._meter.add(place, secs, flushing, target)
         if self._auto is not None:
             if place == 0:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ftckpt.capture.capture import Capture
-from ftckpt.config import Config
 from ftckpt.errors import CaptureError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.package import list_packages
@@ -23,7 +22,6 @@ from ftckpt.session.shard import Proof, Shard
 from ftckpt.session.vote import Readiness
 from tests.support import jobs, plain
 from tests.support.arenas import check_all
-from tests.support.faults import Fault
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.waiting import meet, until
 
@@ -156,34 +154,6 @@ def test_what_was_sealed_before_the_first_mark_is_not_lost_in_silence(damage: st
         slot.write_bytes(data)
     with pytest.raises(RankFailure, match=r"LostError.*cannot be restored"):
         start_over(settings, ["a", "b"])
-
-
-def after_storage(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> tuple[int | None, int]:
-    """Restore after a checkpoint of iteration ``loaded`` was read from storage, as Megatron-LM does."""
-    import train_gpt
-
-    import ftckpt.megatron
-
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "6"]))
-    steps = loaded * job.args.global_batch
-    job.scheduler.load_state_dict({**job.scheduler.state_dict(), "num_steps": steps})
-    config = Config(enabled=True, node="node", protect="none", **settings)
-    objects = {"data": job.data, "progress": job.progress}
-    checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
-    assert checkpointer is not None
-    start = checkpointer.restore(newer_than=loaded)
-    checkpointer.close(remove=False)
-    return start, job.scheduler.num_steps // job.args.global_batch
-
-
-@pytest.mark.parametrize(("loaded", "start", "scheduled"), [(2, 4, 4), (5, None, 5)])
-def test_the_newer_of_storage_and_memory_wins(
-    loaded: int, start: int | None, scheduled: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    dead = Fault("all", 5, "boundary", tmp_path / "dead", "kill", secs=20)
-    jobs.broken(2, jobs.Run([], 6, settings, faults=[dead]))
-    results = run_ranks(after_storage, 2, settings, loaded)
-    assert [result.value for result in results] == [(start, scheduled)] * 2
 
 
 def attempts_on_storage(rank: int, world_size: int, settings: dict[str, Any]) -> list[int | None]:

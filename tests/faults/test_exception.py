@@ -201,20 +201,6 @@ def test_a_job_goes_on_after_each_failure(where: str, failing: Failing) -> None:
         assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
 
 
-@pytest.mark.slow
-def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
-    """The snapshot is given up and the error told; training goes on, and so do snapshots."""
-    failing.launch([Failure("save object", 1, nth=30)])  # behind the looks at what changes late
-    failing.finish(START_SECS * 5)
-    (error,) = failing.events(1, "snapshot_error")
-    assert MESSAGE in error["error"]
-    assert [event["pid"] for event in failing.events(1, "joined")] == [error["pid"]], "no restart"
-    for rank in range(2):
-        assert len([event for event in failing.events(rank, "snapshot") if event["time"] > error["time"]]) > 30
-    failing.check_same_losses()
-    assert not list(failing.arena.iterdir())
-
-
 LONG = ("--torchrun-arg", "--monitor-interval=600")
 """So that the launcher does not end the others: they must by themselves."""
 
