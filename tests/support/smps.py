@@ -13,7 +13,7 @@ from typing import Any
 from ftckpt.errors import PeerError, SmpError
 from ftckpt.memory.directory import end_smp, node_directory
 from ftckpt.memory.heartbeat import Heartbeat
-from ftckpt.session.delivery import Delivery
+from ftckpt.session.node_smp import Delivery
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import MAX_REPLY_BYTES
