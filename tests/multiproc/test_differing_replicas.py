@@ -141,7 +141,7 @@ def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sam
 
     def spoil(self: SnapshotDriver, decision: Any, *rest: Any) -> int:
         if rank == 1 and decision.snapshot.iteration == at:
-            pieces = self._shard._described.stepped
+            pieces = self.shard.state.stepped
             next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
         return take(self, decision, *rest)
 
