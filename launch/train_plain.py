@@ -57,10 +57,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adamw")
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--seed", type=int, default=1234)
-    training.add_argument(
-        "--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed",
-        help="mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss",
-    )  # fmt: skip
+    text = "mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss"
+    training.add_argument("--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed", help=text)
     training.add_argument("--loss-scale", type=float, default=2.0**16, help="where fp16 starts")
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")

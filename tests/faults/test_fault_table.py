@@ -70,13 +70,6 @@ def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], t
     assert (start := resume(settings, *PP2)) in back or (protect != "none" and 0 < start < min(back))
 
 
-@pytest.mark.parametrize("instant", by_default(["copy", "fence", "before_step"], []))
-def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    fault = Fault("all", AT, instant, tmp_path / "fired", "kill", secs=20)
-    assert all(map(jobs.killed, attempt(settings, fault)))
-    assert resume(settings, *PP2) in {AT + offset for offset in KILLS[instant]}
-
-
 def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = None) -> tuple[list[Path], int]:
     """Arenas of a job that died between two snapshots, and the newest iteration that all hold, or all protect."""
     pause = Fault("all", AT - 1, "boundary", tmp_path / "pause", "wait", secs=COVER_SECS)

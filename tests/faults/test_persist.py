@@ -354,7 +354,7 @@ def train_past(rank: int, world_size: int, settings: dict[str, Any], last: int) 
     """Until a snapshot behind ``last`` is whole; then all are killed at a boundary."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     number = checkpointer.restore() or 0
-    while checkpointer.whole is None or checkpointer.whole.iteration <= last:
+    while checkpointer.committed is None or checkpointer.committed.iteration <= last:
         number += 1
         plain.iterate(checkpointer, state, number)
     die_together(checkpointer, settings, world_size)

@@ -53,6 +53,23 @@ def wholes(found: Iterable[Elements]) -> Wholes:
     return {key: (*tensor.kind, tensor.bytes) for key, tensor in tensors.items()}
 
 
+def read_all(reader: Any) -> Wholes:
+    """The tensors of a checkpoint."""
+    return wholes([(f, reader.read(index).tobytes()) for index, f in enumerate(reader.catalog.fragments)])
+
+
+def differing(mine: Wholes, theirs: Wholes) -> list[str]:
+    """Keys of both whose tensors differ. Rows of a vocabulary that only one has are padding."""
+
+    def same(key: str) -> bool:
+        one, other = mine[key], theirs[key]
+        rows = min(len(one[2]), len(other[2]))
+        is_padded = "word_embeddings" in key or "output_layer" in key
+        return (is_padded or one[:2] == other[:2]) and np.array_equal(one[2][:rows], other[2][:rows])
+
+    return [key for key in sorted(mine.keys() & theirs.keys()) if not same(key)]
+
+
 def _joined(ranks: Iterable[Sequence[Elements]]) -> tuple[Mapping[str, _Tensor], list[str]]:
     tensors: dict[str, _Tensor] = {}
     problems: list[str] = []

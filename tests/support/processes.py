@@ -160,6 +160,19 @@ def _read(pid: int, name: str) -> str:
         return ""
 
 
+def in_child(action: Callable[[], bool]) -> bool:
+    """Whether ``action`` returns True in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # it ends, whatever it waits for
+        code = 2
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
     """One that has run ``code`` to its end, with more variables in its environment."""
     return subprocess.run(

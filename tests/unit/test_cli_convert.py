@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from ftckpt.universal.conversion import Options, convert, prepare, run
 from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from ftckpt.universal.verification import verify
-from tests.support.errors import lacks, raises
+from tests.support.errors import lacks
 from tests.support.pool import run_ranks
 from tests.support.repository import is_golden
 
@@ -145,19 +144,6 @@ def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
     assert not lacks(against({**tensors, "weight/more": other}), "is", "weight/more")
 
 
-def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path: Path) -> None:
-    whole, less = {"weight/e": array((8, 2))}, {"weight/e": array((8, 2))[:6]}
-    padded = frozenset({"weight/e"})
-    conversion = prepare(Memory(whole, wholes(whole), padded=padded), UniversalWriter(tmp_path / "x"), Options())
-    with raises(ConvertError, "weight/e", "F32 [6, 2]", "F32 [8, 2]"):
-        verify(conversion, Memory(less, wholes(less), padded=padded), 1)
-    other = Memory(whole, wholes(whole), padded=padded)
-    assert verify(conversion, other, 1) == 1
-    other.described = dataclasses.replace(other.catalog, iteration=8)
-    with raises(ConvertError, "iteration 8", "7"):
-        verify(conversion, other, 1)
-
-
 def broken_off_after(files: int, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     write, left = UniversalWriter.write, list(range(files))
 
@@ -214,20 +200,6 @@ def test_two_inputs_are_never_mixed(
     (changed_universal if to == "universal" else changed_weights)(tmp_path / "one")
     status, _, err = ftckpt(capsys, *words, "--max-file", "100B")
     assert status == 2 and err and err
-
-
-@pytest.mark.parametrize("roles", ["weight", "weight,exp_avg"])
-def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], roles: str
-) -> None:
-    tensors = {"weight/a": array((8, 5)), "weight/b": array((4,)), "exp_avg/a": array((8, 5), seed=2)}
-    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "one"), Options())
-    words = (tmp_path / "one", tmp_path / "ds", "--to", "deepspeed-universal", "--roles", roles, "--verify")
-    status, out, err = ftckpt(capsys, *words)
-    assert status == 0 and f"verified {2 if roles == 'weight' else 3} tensors" in out, err
-    assert ftckpt(capsys, tmp_path / "ds", tmp_path / "back")[0] == 0
-    kept = {key: value.tobytes() for key, value in tensors.items() if key.partition("/")[0] in roles.split(",")}
-    assert read_all(tmp_path / "back") == kept
 
 
 def test_arenas_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
