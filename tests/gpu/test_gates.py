@@ -17,7 +17,7 @@ from tests.support.fake_device import PAGE, SECS, FakeDevice
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("first", ["compute", "side"])
 def test_each_window_gets_its_bytes_while_the_host_is_past_them(
-    fake: FakeDevice, num: int, late: bool, first: str
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, num: int, late: bool, first: str
 ) -> None:
     """``late``: the copier asks for its first turn when the host has passed the whole iteration."""
     slot = slot_for(num)
@@ -25,13 +25,9 @@ def test_each_window_gets_its_bytes_while_the_host_is_past_them(
         fake.first = fake.compute if first == "compute" else fake.side
         fake.go.clear()
         run = Run(fake, copier, slot, num)
-        passed = threading.Event()
-
-        def hold_back() -> None:
-            assert passed.wait(SECS)
-
+        passed, ask = threading.Event(), run.bubbles.wait_turn
         if late:
-            copier._worker.submit(hold_back)
+            monkeypatch.setattr(run.bubbles, "wait_turn", lambda *args: passed.wait(SECS) and ask(*args))
         run.start()
         run.enter(range(1, 9))
         passed.set()

@@ -186,8 +186,8 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     """Unpinning may wait for all that the device has. What is of training, and buffers, are let go of."""
     snapshots = DeviceSnapshots(monkeypatch)
     snapshots.take()
-    held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, snapshots.copier._staging)]
-    assert fake.pinned and len(held) == 6
+    held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, *fake.staging)]
+    assert fake.pinned and fake.buffers and fake.staging
     snapshots.capture.stop()
     assert fake.pinned and not fake.unpinned_by
     snapshots.tensors.clear()
@@ -195,7 +195,7 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     fake.staging.clear()
     fake.streams.clear()
     gc.collect()
-    assert [ref() for ref in held] == [None] * 6
+    assert not any(ref() is not None for ref in held)
     snapshots.capture.close()
     assert not fake.pinned
 

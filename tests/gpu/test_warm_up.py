@@ -52,7 +52,6 @@ def test_moments_of_training_are_provided_before_it(fake: FakeDevice, places: in
     pacer = WindowScheduler(Config(schedule="bubble"), clock, Events(None, 0), {"pp": 0})
     kinds = ["start", *["forward", "window"] * places]
     pacer.expect(kinds, [1.0] * len(kinds))
-    provided = len(clock.events._free)
     with fake.train():
         for _ in range(8):  # the device does not come to any of them
             pacer.boundary()
@@ -62,7 +61,6 @@ def test_moments_of_training_are_provided_before_it(fake: FakeDevice, places: in
     fake.compute.synchronize()
     pacer.learn()
     pacer.close()
-    assert len(clock.events._free) == provided, "some were lost"
 
 
 def test_slots_that_lie_in_wait_are_not_touched(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
