@@ -15,12 +15,12 @@ from ftckpt.events import MAX_LOG_BYTES, Events, log
 from ftckpt.memory.directory import SMP_LOCK_NAME, node_directory, remove_job_if_empty, remove_smp_files
 from ftckpt.memory.end_notes import tell, told_of
 from ftckpt.memory.heartbeat import Heartbeat, RankHeartbeat, SmpState
+from ftckpt.memory.inventory import read_protection, take_inventory
+from ftckpt.memory.locations import OpenArenas
 from ftckpt.memory.locks import FileLock, holder_of
 from ftckpt.memory.log_archive import keep_logs, kept_path
 from ftckpt.memory.memory_limits import may_hang, used_bytes
 from ftckpt.model import codec
-from ftckpt.restore.inventory import read_protection, take_inventory
-from ftckpt.restore.locations import OpenArenas
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, anon_bytes, load_description, store_description
 from ftckpt.smp.liveness import DeathWatch, Liveness

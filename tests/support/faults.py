@@ -94,7 +94,7 @@ POINTS: dict[str, Point] = {
     "mark": Point((Hook(_CONTROL, "ControlBlock.mark_whole", after=True),), "argument", 1),
     # Before each slot that the restore voids (the leader of a node alone does), mostly behind the last byte.
     "void": Point((Hook(_CONTROL, "ControlBlock.void"),), "restored"),
-    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.direct_read", "DirectReader.bring")), "restored"),
+    "load": Point((Hook(_RESTART, "execute"),), "restored"),
 }
 
 
@@ -285,7 +285,7 @@ def _follow(injector: _Injector) -> None:
 
         return wrapped
 
-    def void_newer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def invalidate_newer(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(self: Any, decision: Any) -> Any:
             injector.restored = decision.snapshot.iteration if decision is not None else 0
             injector.training = injector.restored + 1
@@ -295,4 +295,4 @@ def _follow(injector: _Injector) -> None:
 
     _wrap(_CHECKPOINTER, "Checkpointer.step", step)
     _wrap("ftckpt.capture.capture", "Capture.begin", begin)
-    _wrap(_RESTART, "Restart.void_newer", void_newer)
+    _wrap(_RESTART, "Restart.invalidate_newer", invalidate_newer)

@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.inventory import NodeProtection, Problem
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore.inventory import NodeProtection, Problem
 from ftckpt.smp.reports import MarkHistory, packed, unpacked
 from ftckpt.smp.task_queue import TaskQueue
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.slow_storage import DiskLimit, cached_bytes, drop, limited
+from benchmarks.slow_storage import DiskLimit, cached_bytes, limited
 from ftckpt.errors import StorageError
 from ftckpt.persist import files
 from ftckpt.persist.backend import open_storage
@@ -289,18 +289,6 @@ def test_a_large_file_leaves_memory_while_it_is_written(tmp_path: Path) -> None:
     until(lambda: cached_bytes(tmp_path) == 0, "fsync has returned: nothing holds them")
     storage.put("y", b"small")
     assert storage.read("x") == 8 * window and cached_bytes(tmp_path) > 0
-
-
-def test_what_is_read_soon_comes_near_without_being_waited_for(tmp_path: Path) -> None:
-    """A restart has other things to do before it has memory for what it reads."""
-    storage, nbytes = in_files(tmp_path), 8 << 20
-    storage.write("x", [os.urandom(1 << 20) for _ in range(16)])
-    drop(tmp_path)
-    if cached_bytes(tmp_path):
-        pytest.skip("nothing leaves the page cache here")
-    storage.read_ahead("x", nbytes)
-    until(lambda: cached_bytes(tmp_path) >= nbytes, "it is read", 20.0)
-    storage.read_ahead("gone", nbytes)  # a hint: who reads it says what is wrong
 
 
 THIN = """
