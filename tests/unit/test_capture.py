@@ -133,7 +133,7 @@ def test_a_seal_in_the_instant_of_the_fence_goes_by_what_the_fence_has_found(tmp
             key = written(before)
             if threading.current_thread() is sealing:
                 looked.set()
-                until(lambda: capture._fenced)
+                until(lambda: capture._taken.is_fenced)
             else:
                 sealing.start()
                 assert looked.wait(10.0)

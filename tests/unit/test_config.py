@@ -6,6 +6,8 @@ import argparse
 import ast
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -221,3 +223,19 @@ def test_texts_name_settings_by_their_flags() -> None:
             if isinstance(text.value, str) and " " in text.value.strip() and bare.search(text.value)
         ]
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        ("Config(enabled=True, slotz=2)", "slots"),
+        ("Config(enabled=True, slots=1)", "slots"),
+        ("Config.from_flags(['--ftckpt', '--ftckpt-slots', '1'])", "--ftckpt-slots"),
+    ],
+)
+def test_a_wrong_configuration_ends_a_script_with_one_line(call: str, names: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import ftckpt; ftckpt.{call}"], check=False, capture_output=True, text=True
+    )
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and line.startswith("ftckpt: ") and names in line

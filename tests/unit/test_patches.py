@@ -18,6 +18,7 @@ import pytest
 import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.megatron import callbacks
+from ftckpt.megatron.job import ALIAS
 from tests.support import patch_files
 from tests.support.errors import lacks
 from tests.support.patch_files import NAMES, PATCHES
@@ -52,7 +53,7 @@ def calls(name: str) -> Iterator[tuple[str, ast.Call, ast.expr | None]]:
 def test_each_added_line_is_a_call_that_the_function_takes(name: str) -> None:
     called = set()
     for line, call, target in calls(name):
-        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == callbacks.ALIAS, line
+        assert isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == ALIAS, line
         assert call.func.attr in LINES, line
         assert not call.keywords and all(isinstance(argument, ast.Name) for argument in call.args), line
         inspect.signature(getattr(callbacks, call.func.attr)).bind(*call.args)
