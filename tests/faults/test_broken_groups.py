@@ -21,6 +21,7 @@ from ftckpt.persist.backend import open_storage
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 from tests.support.storages import committed
+from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
@@ -93,7 +94,7 @@ def deadlines(settings: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {**settings, "start_timeout_secs": DEADLINE_SECS, "vote_secs": DEADLINE_SECS / 2, **others}
 
 
-@pytest.mark.parametrize("where", ["stop", "stop in a proof"])
+@pytest.mark.parametrize("where", by_default(["stop", "stop in a proof"], ["stop"]))
 def test_a_rank_that_stands_still_for_longer_than_all_deadlines_ends_nothing(
     where: str, settings: dict[str, Any]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, CooperativeYield, Throttle
+from ftckpt.smp.work import MAX_NETWORK_SECS, MAX_SECS, Bucket, CooperativeYield, Throttle
 
 
 class Clock:
@@ -90,7 +90,7 @@ def test_each_thread_lets_training_go_first(clock: Clock, way: str) -> None:
         thread = threading.Thread(target=lambda: waited.append(clock.spend(before())))
         thread.start()
         thread.join(30)
-    most_secs = MOST_SECS if way == "memory" else NETWORK_MOST_SECS
+    most_secs = MAX_SECS if way == "memory" else MAX_NETWORK_SECS
     assert waited == pytest.approx([most_secs] * 3, abs=0.02), "none uses up the patience of the next"
 
 
@@ -125,4 +125,4 @@ def test_what_is_known_of_the_iteration_decides_in_the_place_of_phases(clock: Cl
     assert clock.spend(known.receive(500_000)) == pytest.approx(3, abs=0.02) and set(needs) == {0.5}
     assert clock.spend(known.receive()) == 0 and list(known.send(100_000)) == []
     clock.now = begun + 101
-    assert clock.spend(known.receive()) == pytest.approx(NETWORK_MOST_SECS, abs=0.02), "it takes longer than usual"
+    assert clock.spend(known.receive()) == pytest.approx(MAX_NETWORK_SECS, abs=0.02), "it takes longer than usual"

@@ -14,8 +14,8 @@ from torch import nn
 from ftckpt.errors import MismatchError
 from ftckpt.frameworks import optimizers
 from ftckpt.frameworks.flags import TrainingFlags
-from ftckpt.frameworks.generators import as_object, generators_in
 from ftckpt.frameworks.late_changes import LateChanges
+from ftckpt.frameworks.torch_state import as_object, generators_in
 from tests.support.errors import raises
 
 
