@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from ftckpt.memory.image import Span
@@ -29,6 +32,23 @@ def cover(span: Span, landings: Sequence[LoadTarget], gap: Callable[[int, int], 
         if landing.memory:
             yield landing.memory
         place += len(landing.memory)
+
+
+MAX_VECTORS = os.sysconf("SC_IOV_MAX")
+"""Maximum buffers that one call fills."""
+
+
+def fill(fd: int, begin: int, memories: Sequence[memoryview]) -> int:
+    """Fill ``memories`` one after the other with the bytes of a file from ``begin``; returns one past the last byte
+    read, which is less if the file ends before. Raises OSError."""
+    place, left = begin, deque(filter(len, memories))
+    while left and (count := os.preadv(fd, [*islice(left, MAX_VECTORS)], place)):
+        place += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
+    return place
 
 
 _of_thread = threading.local()

@@ -15,7 +15,7 @@ from ftckpt.memory.parity_file import list_parity, snapshot_of
 from ftckpt.model.lineage import NO_LIMIT, Lineage, last_shared
 
 
-def void(node_dir: Path, newest: int) -> None:
+def invalidate(node_dir: Path, newest: int) -> None:
     """Invalidate every snapshot of a node that is newer than iteration ``newest`` (-1: all).
 
     A kill at any point leaves newer snapshots that can still be restored; the next start invalidates them.
@@ -26,7 +26,7 @@ def void(node_dir: Path, newest: int) -> None:
     for path in list_arenas(node_dir):
         with suppress(ArenaError), open_control(path, writable=True) as control:
             # ArenaError: a damaged arena has no usable slot, and its protection is deleted.
-            _void_slots(control, newest)
+            _invalidate_slots(control, newest)
             if newest < 0:
                 # The next start would take the mark as proof of a lost snapshot, and refuse.
                 control.mark_whole(None)
@@ -47,7 +47,7 @@ def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
         remove_protection(node_dir, last)
         for path in list_arenas(node_dir):
             with suppress(ArenaError), open_control(path, writable=True) as control:
-                had, whole = _void_slots(control, last), control.whole()
+                had, whole = _invalidate_slots(control, last), control.whole()
                 if whole is not None and whole.iteration > last:  # abandoned, not lost
                     control.mark_whole(None)
                 abandoned += [path.name] if had else []
@@ -55,7 +55,7 @@ def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
     return abandoned
 
 
-def _void_slots(control: ControlBlock, newest: int) -> bool:
+def _invalidate_slots(control: ControlBlock, newest: int) -> bool:
     """Invalidate slots with newer snapshots, and unsealed ones; returns whether there was a newer snapshot."""
     snapshots = [control.record(index).snapshot for index in range(control.slots)]
     for index, snapshot in enumerate(snapshots):

@@ -35,9 +35,8 @@ from ftckpt.session.gc_pause import imports_that_stay
 
 _EARLY_SECS = 300.0
 """A script that fails after this time is assumed to have made progress."""
-_FAILS_ALIKE = (
-    SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError,
-)  # fmt: skip
+_FAILS_ALIKE: tuple[type[Exception], ...] = (SyntaxError, ImportError, NameError, AttributeError)
+_FAILS_ALIKE += (TypeError, ValueError, LookupError, AssertionError)
 """Errors of the script itself; errors of files, networks and devices may not recur at the next attempt."""
 
 
@@ -57,9 +56,8 @@ class _Frameworks:
             self._megatron()
             self._train_loop()
         elif not framework:
-            ImportWatch({
-                "megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed,
-            }).install()  # fmt: skip
+            megatron = {"megatron.core": self._megatron, "megatron.training": self._train_loop}
+            ImportWatch({**megatron, "deepspeed": self._deepspeed}).install()
 
     def close(self) -> None:
         """Closes the integrations after the script has succeeded."""

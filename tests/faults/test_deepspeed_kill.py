@@ -14,7 +14,6 @@ import pytest
 from ftckpt.memory.arena import Arena
 from tests.support import ds_jobs, jobs
 from tests.support.arenas import check_all
-from tests.support.fault_rows import KILLS
 from tests.support.faults import Fault
 from tests.support.tiers import by_default
 
@@ -22,8 +21,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 UNTIL, AT = 7, 5
 PIPELINE = "pp2-dp2"
-
-POINTS = [point for point in KILLS if point not in ("begin", "post", "mark")]
 
 
 @cache
@@ -46,12 +43,6 @@ def resume(name: str, settings: dict[str, Any], *argv: str, until: int = UNTIL) 
     resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES[name], until, settings, argv))
     assert not list(Path(settings["arena"]).iterdir()), "an ended job left something behind"
     return jobs.assert_continues(reference(name, *argv, until=until), resumed)
-
-
-@pytest.mark.parametrize("point", by_default(POINTS, ["after_seal"]))
-def test_one_rank_of_a_pipeline_killed_at_every_point(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    attempt(PIPELINE, settings, Fault(1, AT, point, tmp_path / "fired", "kill"))
-    assert resume(PIPELINE, settings) in {AT + offset for offset in KILLS[point]}
 
 
 def test_the_position_of_the_data_comes_back(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) 
     Capture._seal = seal_late  # type: ignore[method-assign]
     for iteration in range(1, 8):
         plain.iterate(checkpointer, state, iteration)
-        whole = checkpointer.whole
+        whole = checkpointer.committed
         begun.append((checkpointer.begun, whole.iteration if whole is not None else -1))
         if iteration == 5:
             threading.Timer(0.3, goes_on.set).start()

@@ -1,4 +1,4 @@
-"""Fault × instant × protection → what must come back (the table is in ``tests/support/fault_rows.py``), and kills
+"""Fault × instant × protection → what must come back (the table is in ``tests/support/faults.py``), and kills
 that follow each other or come with other faults."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
 from tests.support import jobs
 from tests.support.arenas import check_all
 from tests.support.event_logs import read_events
-from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS
-from tests.support.faults import Fault
+from tests.support.faults import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, Fault
 from tests.support.pool import RankFailure
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -69,13 +68,6 @@ def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], t
     back = {AT + offset for offset in KILLS[instant]}
     # With protection a snapshot may be skipped while another is being protected.
     assert (start := resume(settings, *PP2)) in back or (protect != "none" and 0 < start < min(back))
-
-
-@pytest.mark.parametrize("instant", by_default(["copy", "fence", "before_step"], []))
-def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    fault = Fault("all", AT, instant, tmp_path / "fired", "kill", secs=20)
-    assert all(map(jobs.killed, attempt(settings, fault)))
-    assert resume(settings, *PP2) in {AT + offset for offset in KILLS[instant]}
 
 
 def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = None) -> tuple[list[Path], int]:

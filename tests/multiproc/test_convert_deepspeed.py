@@ -33,7 +33,7 @@ from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
 from ftckpt.universal.language.spec import Spec
 from tests.support import elements
 from tests.support.ds_jobs import BF16, SHAPES, Shape, build, fp16, zero
-from tests.support.elements import Elements, Wholes, wholes
+from tests.support.elements import Elements, Wholes, differing, read_all, wholes
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -120,16 +120,6 @@ def saved(name: str) -> Checkpoint:
     path, shape = _root() / name, SAVED[name]
     results = run_ranks(save, shape.ranks, shape, str(path), stand_in=False)
     return Checkpoint(path, [result.value[0] for result in results], results[0].value[1])
-
-
-def read_all(source: Any) -> Wholes:
-    catalog = source.catalog
-    return wholes([(f, source.read(index).tobytes()) for index, f in enumerate(catalog.fragments)])
-
-
-def differing(mine: Wholes, theirs: Wholes) -> list[str]:
-    keys = mine.keys() & theirs.keys()
-    return [k for k in sorted(keys) if mine[k][:2] != theirs[k][:2] or not np.array_equal(mine[k][2], theirs[k][2])]
 
 
 @pytest.mark.parametrize("name", by_default(SAVED, QUICK))

@@ -154,40 +154,6 @@ def test_items_that_were_drawn_from_a_scripts_iterator_are_skipped(arena_root: P
     assert "ends after 5 of the 6 items" in text and "ftckpt.deepspeed.register" in text
 
 
-def restored_rng(rank: int, world_size: int, arena: str) -> list[bool]:
-    """Whether RNG is untouched by initialize, and what it is at the first batch."""
-    import ftckpt.deepspeed
-
-    engine = initialize(section(arena))
-    for _ in range(2):
-        train_step(engine)
-    at_boundary = torch.get_rng_state()
-    checkpointer: Any = ftckpt.deepspeed.active()
-    checkpointer.fence()
-    ftckpt.deepspeed.remove()
-    from ftckpt.deepspeed import initialize as door
-
-    door.install()
-    plain = initialize()
-    untouched = torch.get_rng_state()
-    engine = initialize(section(arena))
-    found = [engine.global_steps == 2, torch.equal(torch.get_rng_state(), untouched)]
-    engine.eval()
-    engine(torch.ones(2, WIDTH))
-    found.append(torch.equal(torch.get_rng_state(), untouched))
-    engine.train()
-    seen = []
-    engine.module.register_forward_pre_hook(lambda *args: seen.append(torch.get_rng_state()))
-    train_step(engine)
-    train_step(engine)
-    del plain
-    return [*found, torch.equal(seen[0], at_boundary), not torch.equal(seen[1], at_boundary)]
-
-
-def test_rng_is_set_right_before_the_first_batch_and_not_by_initialize(arena_root: Path) -> None:
-    assert results(restored_rng, 2, str(arena_root)) == [[True] * 5] * 2
-
-
 def ended(rank: int, world_size: int, arena: str, how: str) -> None:
     import ftckpt.deepspeed
 
@@ -256,44 +222,6 @@ def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> 
         assert '"interval": 3' in differ and "2 in the DeepSpeed configuration" in differ
         assert "saves one engine" in second and (off, plain, right, again) == ("",) * 4
         assert not [text for text in found if "\n" in text]
-
-
-def several(rank: int, world_size: int, arena: str) -> dict[str, str]:
-    """What a second engine comes to, and each remedy that its refusal names."""
-    import ftckpt.deepspeed
-
-    on, off = section(arena), {"enabled": False}
-    reference = {"optimizer": {}, "zero_optimization": {"stage": 0}}
-
-    def message(*sections: Any, closes: bool = False, **second: Any) -> str:
-        engines: list[Any] = []
-        try:
-            for number, one in enumerate(sections):
-                if closes and engines:
-                    ftckpt.deepspeed.close()
-                engines.append(initialize(one, **(second if number else {})))
-            for _ in range(2):
-                for engine in engines:
-                    if engine.optimizer is not None and not closes:
-                        train_step(engine)
-        except ConfigError as error:
-            return str(error)
-        finally:
-            ftckpt.deepspeed.close()
-        return "accepted"
-
-    return {
-        "both": message(on, on), "alone": message(on, None), "later": message(None, on),
-        "off": message(on, off), "off first": message(off, on), "closed": message(on, None, closes=True),
-        "reference": message(on, None, **reference),
-    }  # fmt: skip
-
-
-def test_a_second_engine_is_refused_and_each_remedy_is_accepted(arena_root: Path) -> None:
-    (found,) = results(several, 1, str(arena_root))
-    refused_ones = {name for name, said in found.items() if said.startswith("ftckpt saves one engine")}
-    assert refused_ones == {"both", "alone", "later"}
-    assert {said for name, said in found.items() if name not in refused_ones} == {"accepted"}
 
 
 def draws_first(rank: int, world_size: int, arena: str, until: int, begins: bool) -> dict[str, Any]:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ftckpt.capture.assignment import as_bytes, assign, rule_holds
+from ftckpt.capture.assignment import assign
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.frameworks import entry
 from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
-from tests.support import ds_jobs
+from tests.support import ds_jobs, jobs
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.elements import Elements, held, wholes
 from tests.support.errors import message_of
@@ -41,7 +40,8 @@ MORE = {
     "zero2-round-robin": Shape(2, config=BF16 | zero(2, round_robin_gradients=True)),
     "zero2-own-steps": Shape(2, config=BF16 | zero(2) | {"managed_gradient_accumulation": False}),
     "zero3-fp16": Shape(2, config=fp16(19) | zero(3)),
-    "zero3-sub-groups": Shape(3, config=BF16 | zero(3, sub_group_size=500)),
+    # Three leave padding in the shards, whose bytes mean nothing.
+    "zero3-sub-groups": Shape(4, config=BF16 | zero(3, sub_group_size=500)),
     "zero3-offload": Shape(2, config=BF16 | zero(3, offload_optimizer=CPU, offload_param=CPU)),
     "pp2-dp2-fp32-accumulation": Shape(4, ["--pp", "2", "--tie"], BF16 | zero(1) | FP32_ACCUMULATION),
     "moe-ep2-zero1": Shape(4, ["--num-experts", "4", "--ep", "2"], zero(1)),
@@ -59,26 +59,6 @@ QUICK = (
     "moe-ep2-zero2",
 )
 """At least one of each kind of optimizer, partition and axis."""
-BEFORE, AFTER = 3, 2
-"""Iterations before the boundary that is saved, and after it."""
-
-
-@dataclass(frozen=True)
-class Life:
-    """One rank's training without a break, and what it saved in the middle.
-
-    ``first`` are the stepped pieces before training; ``pieces`` those at the boundary, with bytes, or None where
-    they are derived; ``told`` is what DeepSpeed itself says of parameters then.
-    """
-
-    first: list[Elements]
-    built: dict[str, np.ndarray[Any, Any]]
-    at_boundary: list[Elements]
-    told: list[tuple[str, Any, np.ndarray[Any, Any]]]
-    pieces: list[tuple[str, bytes | None]]
-    objects: bytes
-    rows: list[dict[str, Any]]
-    end: dict[str, str]
 
 
 def build(shape: Shape) -> tuple[Any, Any]:
@@ -95,20 +75,10 @@ def steps(job: Any, number: int) -> list[dict[str, Any]]:
     return [train_deepspeed.train_step(job) for _ in range(number)]
 
 
-def live(rank: int, world_size: int, shape: Shape) -> Life:
+def first(rank: int, world_size: int, shape: Shape) -> tuple[list[Elements], dict[str, np.ndarray[Any, Any]]]:
+    """The stepped pieces before training, and what the model is as it is built."""
     job, state = build(shape)
-    described = state.describe()
-    first = held(described.stepped)
-    built = as_built(job) if rank == 0 else {}
-    rows = steps(job, BEFORE)
-    pieces: list[tuple[str, bytes | None]] = []
-    for piece in (*described.stepped, *described.volatile):
-        data = None if rule_holds(piece) else as_bytes(piece.tensor).numpy().tobytes()
-        pieces.append((piece.fragment.name, data))
-    objects = encode(state.save_objects())
-    at_boundary, told = held(described.stepped), told_by_deepspeed(job)
-    rows += steps(job, AFTER)
-    return Life(first, built, at_boundary, told, pieces, objects, rows, end_of(job, described))
+    return held(state.describe().stepped), as_built(job) if rank == 0 else {}
 
 
 def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -131,53 +101,6 @@ def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {name: weight.detach().to(dtype).double().numpy() for name, weight in weights.items()}
 
 
-def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
-    """Each parameter's master and first moment as DeepSpeed gathers them: key with role, box, elements."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    from ftckpt.deepspeed.geometry import place_parameters
-
-    found: list[tuple[str, Any, np.ndarray[Any, Any]]] = []
-    if not job.engine.zero_optimization_stage() or job.engine.optimizer_name() == "adagrad":
-        return found
-    for parameter, (placed,) in place_parameters(job.engine).items():
-        if not parameter.requires_grad:
-            continue
-        values = {"master": safe_get_full_fp32_param(parameter)}
-        if job.engine.skipped_steps < job.engine.global_steps:  # DeepSpeed knows of moments after a step
-            values["exp_avg"] = safe_get_full_optimizer_state(parameter, "exp_avg")
-        for role, value in values.items():
-            found.append((f"{role}/{placed.key}", placed.box, value.detach().double().numpy().reshape(-1).copy()))
-    return found
-
-
-def end_of(job: Any, described: Any) -> dict[str, str]:
-    """Hashes of all that a rank has: pieces, the weights that it computes with, RNG, counters, learning rates."""
-    import train_deepspeed
-
-    from ftckpt.deepspeed import optimizers
-
-    engine = job.engine
-    tensors = {piece.fragment.name: piece.tensor for piece in (*described.stepped, *described.volatile)}
-    for name, parameter in engine.module.named_parameters():
-        if not hasattr(parameter, "ds_tensor") or parameter.ds_persist:
-            tensors[f"model.{name}"] = parameter
-    found = {name: train_deepspeed.sha256(tensor) for name, tensor in tensors.items()}
-    found["rng"] = train_deepspeed.sha256(torch.get_rng_state())
-    groups = optimizers.inner(engine.optimizer).param_groups
-    found["groups"] = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
-    found["counters"] = repr((engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps))
-    found["scheduler"] = repr(engine.lr_scheduler and engine.lr_scheduler.state_dict())
-    return found
-
-
-@functools.cache
-def lives(name: str) -> list[Life]:
-    """One per rank."""
-    shape = ALL[name]
-    return [result.value for result in run_ranks(live, shape.ranks, shape, stand_in=False)]
-
-
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -190,16 +113,11 @@ def together(found: list[list[Elements]]) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def slices(box: Any) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True))
-
-
 @pytest.mark.parametrize("name", by_default(ALL, QUICK))
 def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
-    """What a single process builds, under the same names for every layout; after training, what DeepSpeed says."""
-    found = lives(name)
-    tensors = together([life.first for life in found])
-    built = found[0].built
+    """Element by element what a single process builds, under the same names for every layout."""
+    found = [result.value for result in run_ranks(first, ALL[name].ranks, ALL[name], stand_in=False)]
+    tensors, built = together([pieces for pieces, _ in found]), found[0][1]
     assert {key for key in tensors if key.startswith("weight/")} == {f"weight/{key}" for key in built}
     for key, weight in built.items():
         assert np.array_equal(tensors[f"weight/{key}"], weight), key
@@ -214,71 +132,11 @@ def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
         assert "sum" in roles
     else:
         assert {"exp_avg", "exp_avg_sq", "step"} <= roles
-    tensors = together([life.at_boundary for life in found])
-    told = [entry for life in found for entry in life.told]
-    assert bool(told) == bool(ALL[name].config.get("zero_optimization") and "adagrad" not in name)
-    for key, box, values in told if "round-robin" not in name else ():  # DeepSpeed itself mistakes their order
-        tensor = tensors[key] if key in tensors else tensors[key.replace("master/", "weight/")]
-        assert np.array_equal(tensor[slices(box)].reshape(-1), values), key
 
 
-def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, bytes]]) -> Any:
-    """Bring a new job to what was saved and train on."""
-    job, state = build(shape)
-    described = state.describe()
-    spoil(job, described)
-    data_of = dict(saved[rank][0])
-    for piece in (*described.stepped, *described.volatile):
-        data = data_of[piece.fragment.name]
-        if data is not None:
-            piece.tensor.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    for piece in described.stepped:
-        if data_of[piece.fragment.name] is None:
-            assert piece.derived_from is not None
-            piece.tensor.copy_(piece.derived_from)
-    state.load_objects(decode(saved[rank][1]))
-    state.finish_load()
-    torch.rand(rank + 1)  # making a loader's iterator draws a number
-    state.set_rng()
-    rows = steps(job, AFTER)
-    state.save_objects()  # nothing was replaced
-    return rows, end_of(job, described)
-
-
-def spoil(job: Any, described: Any) -> None:
-    """Whatever is not loaded or gathered shows."""
-    with torch.no_grad():
-        for parameter in job.engine.module.parameters():
-            parameter.fill_(float("nan"))
-        for piece in described.stepped:
-            piece.tensor.fill_(float("nan"))
-
-
-@pytest.mark.parametrize("name", by_default(ALL, QUICK))
-def test_training_goes_on_from_what_was_saved_to_the_bit(name: str) -> None:
-    found, shape = lives(name), ALL[name]
-    saved = [(life.pieces, life.objects) for life in found]
-    results = run_ranks(resume, shape.ranks, shape, saved, stand_in=False)
-    if name in ("fp16", "zero1-fp16", "zero3-fp16", "pp2-fp16"):
-        assert len({row["loss_scale"] for row in found[0].rows}) > 1, "a scaler that never changed shows nothing"
-    for life, result in zip(found, results, strict=True):
-        rows, end = result.value
-        assert rows == life.rows[BEFORE:]
-        assert all(np.isfinite(row["loss"]) for row in rows)
-        wrong = [key for key, value in life.end.items() if end[key] != value]
-        assert not wrong, wrong[:5]
-
-
-def plain(rank: int, world_size: int, shape: Shape) -> list[dict[str, Any]]:
-    """The same training, of which nobody has described the state."""
-    return steps(build(shape)[0], BEFORE + AFTER)
-
-
-@pytest.mark.parametrize("name", ["fp32-sgd", "zero3-sub-groups"])
-def test_state_made_ahead_of_the_first_step_is_what_that_step_makes(name: str) -> None:
-    shape = ALL[name]
-    for life, result in zip(lives(name), run_ranks(plain, shape.ranks, shape, stand_in=False), strict=True):
-        assert life.rows == result.value
+@pytest.mark.parametrize("name", by_default(ALL, [name for name in QUICK if "pp2" not in name]))
+def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, settings: dict[str, Any]) -> None:
+    assert jobs.goes_on(ds_jobs.outcomes, ds_jobs.Run(ALL[name], 5, settings), 3) in (2, 3)
 
 
 def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
@@ -458,16 +316,9 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_optimizers_go_on_to_the_bit(name: str) -> None:
-    shape = COMPILED[name]
-    options: dict[str, Any] = {"stand_in": False, "timeout_secs": 600.0, "pg_timeout_secs": 600.0}
-    whole = [result.value for result in run_ranks(live, shape.ranks, shape, **options)]
-    saved = [(life.pieces, life.objects) for life in whole]
-    together([life.at_boundary for life in whole])
-    for life, made in zip(whole, run_ranks(plain, shape.ranks, shape, **options), strict=True):
-        assert life.rows == made.value
-    for life, result in zip(whole, run_ranks(resume, shape.ranks, shape, saved, **options), strict=True):
-        assert result.value == (life.rows[BEFORE:], life.end)
+def test_compiled_optimizers_go_on_to_the_bit(name: str, settings: dict[str, Any]) -> None:
+    outcomes = functools.partial(ds_jobs.outcomes, timeout_secs=600.0)
+    assert jobs.goes_on(outcomes, ds_jobs.Run(COMPILED[name], 5, settings), 3) in (2, 3)
 
 
 def small_state(rank: int, world_size: int, shape: Shape) -> None:

@@ -163,10 +163,9 @@ def test_training_goes_on_with_the_losses_of_an_unbroken_run(
     """Another number of replicas takes the same batch apart in its own way."""
 
     def run(layout: str, job: str, until: int) -> tuple[int | None, dict[int, float], float]:
-        settings = {**settings_in(arena_root), "job": job}
-        results = [
-            r.value for r in run_ranks(trained, ranks_of(layout), layout, argv, settings, until, **options(layout))
-        ]
+        goal = {**settings_in(arena_root), "job": job}, until
+        ranks = run_ranks(trained, ranks_of(layout), layout, argv, goal, **options(layout))
+        results = [rank.value for rank in ranks]
         losses: dict[int, float] = {}
         for _, of_rank, _ in results:
             losses.update(of_rank)

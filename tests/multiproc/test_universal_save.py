@@ -215,59 +215,6 @@ def test_a_running_job_saves_what_any_layout_can_load(tmp_path: Path) -> None:
     assert {f.key for f in arenas.catalog.fragments} == set(SHAPES)
 
 
-def trains(rank: int, world_size: int, root: str) -> int:
-    """Trains until it is told to stop, mostly without a pause."""
-    checkpointer, state = start(rank, f"{root}/arena")
-    checkpointer.restore()
-    iteration = 0
-    while iteration < 20000:
-        iteration += 1
-        train(checkpointer, state, [iteration])
-        # Windows for readers, longer and longer for slow ones.
-        time.sleep(0.4 + iteration / 100 if iteration % 4 == 0 else 0.0)
-        if b"stop" in checkpointer.group.gather(b"stop" if Path(root, "stop").exists() else b"go"):
-            break
-    checkpointer.close()
-    return iteration
-
-
-@pytest.mark.slow
-def test_of_a_job_that_runs_only_one_snapshot_is_read(tmp_path: Path) -> None:
-    (tmp_path / "arena").mkdir()
-    whole, refused = 0, set()
-    with spawn_ranks(trains, 4, str(tmp_path)) as group:
-        begin = time.monotonic()
-        while time.monotonic() < begin + 120 and (whole < 3 or time.monotonic() < begin + 4):
-            try:
-                read_live(tmp_path / "arena" / "ftckpt-save")
-                whole += 1
-            except ConvertError as error:
-                known = [text for text in ("moved on", "is complete", "no arena") if text in str(error)]
-                assert known, error
-                refused.add(known[0])
-        (tmp_path / "stop").touch()
-        results = group.wait(60)
-    assert results is not None and all(result.ok for result in results)
-    assert whole >= 3
-
-
-def read_live(path: Path) -> None:
-    source = ArenaReader([path])
-    try:
-        found = {key: torch.zeros(shape) for key, shape in SHAPES.items()}
-        for index, fragment in enumerate(source.catalog.fragments):
-            box = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
-            flat = found[fragment.key][box].reshape(-1)
-            flat[fragment.start : fragment.stop] = torch.from_numpy(source.read(index).copy()).view(torch.float32)
-            found[fragment.key][box] = flat.view(fragment.box.shape)
-        source.confirm()
-        for key, tensor in found.items():
-            assert torch.equal(tensor, value(key, source.catalog.iteration)), (key, source.catalog.iteration)
-        assert source.catalog.objects["shards"]["tp0-dp0"]["iteration"] == source.catalog.iteration
-    finally:
-        source.close()
-
-
 def killed(rank: int, world_size: int, root: str, point: tuple[int, str, int]) -> None:
     """One rank is killed at a call of ``os``; the others must end by themselves."""
     small()

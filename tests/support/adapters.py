@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,6 +74,39 @@ class DeepSpeedJob(ScriptJob):
 
         return [inner(self._job.engine.optimizer)]
 
+    def listen(self, trainer: Any) -> list[Callable[[], object]]:
+        from ftckpt.deepspeed.active_engine import door
+        from ftckpt.deepspeed.hooks import EngineHooks
+        from ftckpt.deepspeed.pipeline import follow_pipeline
+
+        hooks = EngineHooks(door.hooks, self._job.engine, trainer, lambda: None)
+        if self._job.is_pipeline:
+            follow_pipeline(hooks, lambda given: given)
+        else:
+            hooks.follow_micro_batches()
+        hooks.see_pauses()
+        hooks.fence_optimizer()
+
+        def without(index: int) -> None:
+            door.hooks.undo.pop(index)()
+
+        return [partial(without, -2), partial(without, -1)]
+
+    def remove_hooks(self) -> None:
+        from ftckpt.deepspeed.active_engine import door
+
+        door.hooks.remove()
+
+    def evaluate(self) -> None:
+        job = self._job
+        if job.is_pipeline:
+            job.engine.eval_batch(job.batches)
+            return
+        tokens, labels = next(job.batches)
+        job.engine.eval()
+        job.engine(tokens, labels)
+        job.engine.train()
+
     def add_parameter(self) -> None:
         import torch
 
@@ -106,6 +139,44 @@ class MegatronJob(ScriptJob):
 
         return [leaf.optimizer for leaf in leaf_optimizers(self._job.optimizer) if leaf.optimizer is not None]
 
+    def listen(self, trainer: Any) -> list[Callable[[], object]]:
+        from ftckpt.megatron import door, hooks
+
+        hooks.install()
+        hooks.follow(trainer, self._job.optimizer, None)  # type: ignore[arg-type]
+        outer, *inner = door.hooks.undo
+
+        def without_inner() -> None:
+            door.hooks.undo[1:] = []
+            for undo in inner:
+                undo()
+
+        def without_outer() -> None:
+            door.hooks.undo.remove(outer)
+            outer()
+
+        return [without_outer, without_inner]
+
+    def remove_hooks(self) -> None:
+        from ftckpt.megatron import door
+
+        door.remove()
+
+    def evaluate(self) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        job, args = self._job, self._job.args
+        batch = job.data.next_batch(job.num_micro, args.micro_batch, 0, 1)
+        get_forward_backward_func()(
+            forward_step_func=self._script.forward_step,
+            data_iterator=[iter(batch) for _ in job.model],
+            model=job.model,
+            num_microbatches=job.num_micro,
+            seq_length=args.seq,
+            micro_batch_size=args.micro_batch,
+            forward_only=True,
+        )
+
     def add_parameter(self) -> None:
         jobs.add_parameter(self._job.model[0])
 
@@ -137,6 +208,30 @@ class PlainJob(ScriptJob):
     def optimizers(self) -> list[Any]:
         return [self._job.optimizer]
 
+    def listen(self, trainer: Any) -> tuple[()]:
+        import ftckpt.torch
+        from ftckpt.torch.hooks import follow
+
+        state = self.state()
+        state.describe()
+        follow(ftckpt.torch.patches, trainer, self._job.model, self._job.optimizer, state)
+        return ()
+
+    def remove_hooks(self) -> None:
+        import ftckpt.torch
+
+        ftckpt.torch.patches.remove()
+
+    def evaluate(self) -> None:
+        import torch
+
+        job = self._job
+        job.model.eval()
+        self._script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
+        job.model.train()
+        with torch.no_grad():
+            self._script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
+
     def add_parameter(self) -> None:
         import torch
 
@@ -148,6 +243,7 @@ class PlainJob(ScriptJob):
 _SHAPES = {
     "zero0": ds_jobs.SHAPES["fp32"], "bf16": replace(ds_jobs.SHAPES["bf16"], ranks=3),
     "fp16": ds_jobs.SHAPES["fp16"], "zero1": replace(ds_jobs.SHAPES["zero1"], ranks=3),
+    "bf16-optimizer": ds_jobs.SHAPES["bf16-optimizer"],
     "zero2": replace(ds_jobs.SHAPES["zero2"], ranks=3), "zero3": ds_jobs.SHAPES["zero3"],
     "zero3-four": replace(ds_jobs.SHAPES["zero3"], ranks=4), "offload": ds_jobs.SHAPES["zero2-offload"],
     "moe": ds_jobs.SHAPES["moe-ep2"], "pp2dp2": ds_jobs.SHAPES["pp2-dp2"], "2x2x2": ds_jobs.SHAPES["pp2-tp2-dp2"],

@@ -102,7 +102,7 @@ def complete(member: Rank) -> list[int]:
 
     def over() -> bool:
         slots.extend(member.arenas.complete(member.have))
-        return member.arenas._supply is None
+        return member.arenas.allocator is None
 
     until(over, "slots")
     return slots

@@ -25,6 +25,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece, TrainingState
 from ftckpt.session.checkpointer import Checkpointer
 from tests.support import faults
+from tests.support.conformance_hooks import follow, problems_of
 from tests.support.elements import Elements, held, put_together
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks
@@ -51,6 +52,16 @@ class Job(Protocol):
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Those of torch's kind that step this rank's shard."""
+
+    def listen(self, trainer: Any) -> Sequence[Callable[[], object]]:
+        """Install the hooks of a session without one: they report to ``trainer``. Returns functions that remove one
+        of two fences each, if there are two."""
+
+    def remove_hooks(self) -> None:
+        """Remove those hooks."""
+
+    def evaluate(self) -> None:
+        """A forward that trains nothing."""
 
     def add_parameter(self) -> None:
         """Give the model one more, ``extra.weight``, that needs gradients and that no optimizer steps."""
@@ -184,7 +195,7 @@ class Watcher:
             step(target, iteration)
             if at is not None:
                 self._check_slot(*at)
-            whole = self._checkpointer.whole
+            whole = self._checkpointer.committed
             self.whole.append(whole.iteration if whole is not None else -1)
             copies = [(piece, piece.tensor.clone()) for piece in (*described.stepped, *described.volatile)]
             self._boundary = (iteration, copies)
@@ -398,6 +409,12 @@ class Suite:
         assert any("mystery" in refusal["state"] for refusal in refusals), refusals[0]
         assert all("extra.weight" in refusal["parameter"] for refusal in refusals), refusals[0]
 
+    def hooks(self) -> None:
+        """Hooks report where training is, each of two fences alone precedes each write, and children are silent."""
+        results = run_ranks(follow, self._adapter.ranks, self._adapter, **self._adapter.pool)
+        for rank, result in enumerate(results):
+            assert not (problems := problems_of(result.value)), f"rank {rank}: {problems[:3]}"
+
     def snapshot(self) -> None:
         """Each iteration is sealed after its fence, whole at the next boundary, and as it was at its own."""
         for rank, outcome in enumerate(self._last()):
@@ -516,6 +533,7 @@ class Suite:
 
 CHECKS: dict[str, Callable[[Suite], None]] = {
     "describe": Suite.describe,
+    "hooks": Suite.hooks,
     "snapshot": Suite.snapshot,
     "kill_one": Suite.kill_one,
     "kill_copy": Suite.kill_copy,

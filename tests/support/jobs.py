@@ -108,12 +108,12 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
-        if run.guarded and (job.checkpointer._protection.protects or config.persist):
+        if run.guarded and (job.checkpointer.rank.protection.protects or config.persist):
             # Its few iterations are to be protected: an SMP starts beside training.
-            waiting.until(lambda: job.checkpointer._protection.smp_guards, "the SMP knows what to do", 30.0)
+            waiting.until(lambda: job.checkpointer.rank.protection.smp_guards, "the SMP knows what to do", 30.0)
         job.data.consumed_samples += 1000 * run.perturb
         if run.spoil and rank == 1:
-            pieces = job.checkpointer._shard._described.stepped
+            pieces = job.checkpointer.snapshots.shard.state.stepped
             next(piece for piece in pieces if piece.fragment.key == run.spoil).tensor[0] = 1e-3
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
     if run.end == "die":

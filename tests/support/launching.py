@@ -20,7 +20,7 @@ from ftckpt.memory.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.memory.locks import holder_of
 from ftckpt.persist.backend import open_storage
 from tests.support.event_logs import read_events
-from tests.support.processes import environment, free_ports, kill_all, running
+from tests.support.processes import free_ports, kill_all, started_with
 from tests.support.repository import ROOT
 from tests.support.storages import committed
 from tests.support.waiting import until
@@ -180,12 +180,9 @@ class Standins:
     def slurm(self, *nodes: str, **env: str) -> dict[str, str]:
         """The environment of a batch script that was submitted from the repository."""
         slurm = {
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NODELIST": ",".join(nodes),
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "FTCKPT_PAUSE_SECS": "0",
-            "FTCKPT_WAIT_SECS": "10",
-        }
+            "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_SUBMIT_DIR": str(ROOT),
+            "FTCKPT_PAUSE_SECS": "0", "FTCKPT_WAIT_SECS": "10",
+        }  # fmt: skip
         return self.environment(**{**slurm, **env})
 
     def command(self, script: str, *arguments: str) -> list[str]:
@@ -201,14 +198,9 @@ class Standins:
         """Run a script of ``launch/`` to its end, from an empty directory."""
         (self.here / "cwd").mkdir(exist_ok=True)
         return subprocess.run(
-            self.command(script, *arguments),
-            cwd=self.here / "cwd",
-            env=env or self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+            self.command(script, *arguments), cwd=self.here / "cwd", env=env or self.environment(),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
 
     def calls(self, name: str) -> list[Call]:
         path = self.here / "calls.jsonl"
@@ -239,15 +231,8 @@ class Launched:
         self._num_started = 0
         self.common = [
             *(*training, "--iterations", str(ITERATIONS), "--log-file", str(self.log)),
-            *(
-                "--ftckpt",
-                "--ftckpt-interval",
-                "1",
-                "--ftckpt-overhead-budget",
-                "0",
-                "--ftckpt-events",
-                str(here / "events"),
-            ),
+            *("--ftckpt", "--ftckpt-interval", "1", "--ftckpt-overhead-budget", "0"),
+            *("--ftckpt-events", str(here / "events")),
         ]
         self.training = [*self.common, "--ftckpt-arena", str(arena)]
         launchers = ("TORCH", "PET_", "SLURM", "FTCKPT", "DS_")
@@ -331,8 +316,7 @@ class Launched:
 
     def pids(self, node: str = "") -> list[int]:
         """Processes of this job that run, SMPs among them; of one node if it is named."""
-        wanted = {f"{OWNER_VAR}={self.here}"} | ({f"FTCKPT_NODE={node}"} if node else set())
-        return [pid for pid in running() if wanted <= environment(pid)]
+        return started_with(f"{OWNER_VAR}={self.here}", *([f"FTCKPT_NODE={node}"] if node else []))
 
     def kill(self, node: str = "") -> list[int]:
         """SIGKILL what runs, of one node if it is named, until nothing does; returns the process ids."""

@@ -154,3 +154,8 @@ class Recorder:
 
     def close(self) -> None:
         self.log.append("close")
+
+
+def merged(log: Sequence[str]) -> list[str]:
+    """The log with consecutive reports of one place merged."""
+    return [word for index, word in enumerate(log) if index == 0 or word != log[index - 1]]

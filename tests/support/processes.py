@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.support.repository import ROOT
@@ -52,8 +51,7 @@ class Processes:
 
     def left(self, node: str = "") -> list[int]:
         """Process ids of agents, workers and SMPs that still run, of one node if it is named."""
-        wanted = {f"{_TOKEN_VAR}={self._token}"} | ({f"{NODE_VAR}={node}"} if node else set())
-        return [pid for pid in running() if wanted <= environment(pid)]
+        return started_with(f"{_TOKEN_VAR}={self._token}", *([f"{NODE_VAR}={node}"] if node else []))
 
     def lose(self, node: str) -> list[int]:
         """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
@@ -93,9 +91,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -112,6 +108,11 @@ def running() -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         if is_running(int(entry.name)):
             yield int(entry.name)
+
+
+def started_with(*variables: str) -> list[int]:
+    """Processes that run and have all of these in their environment, each with its value."""
+    return [pid for pid in running() if {*variables} <= environment(pid)]
 
 
 def environment(pid: int) -> set[str]:
@@ -157,6 +158,19 @@ def _read(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def in_child(action: Callable[[], bool]) -> bool:
+    """Whether ``action`` returns True in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # it ends, whatever it waits for
+        code = 2
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:

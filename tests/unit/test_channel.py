@@ -19,7 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftckpt.errors import ConfigError, PeerAuthError, PeerError, SmpError, VersionError
+from ftckpt.errors import PeerAuthError, PeerError, SmpError, VersionError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp import peers as peers_module
@@ -328,25 +328,6 @@ def test_a_wrong_secret_is_refused_and_named_once(
             assert data is None and error and "n1 at 127.0.0.1" in error
     assert store.wanted == 0
     assert [name for name, _ in events.all] == ["peer_refused"] and "secret" in str(events.all[0][1]["reason"])
-
-
-def test_a_replaced_secret_ends_what_the_old_one_opened(server: Server, peers: Peers) -> None:
-    assert fetched(peers)[1] == ""
-    server.listen("127.0.0.1", OTHER)
-    assert fetched(peers)[0] is None
-    address = {"n1": ("127.0.0.1", server.port)}
-    peers.configure(address, OTHER)
-    assert fetched(peers)[1] == ""
-
-
-@pytest.mark.parametrize("host", ["203.0.113.7", ".bad", "a" * 70])
-def test_an_address_that_cannot_be_listened_at_is_an_error(store: Store, events: Seen, host: str) -> None:
-    """An address of another machine, and what the codec of host names refuses."""
-    with (
-        closing(Server({}, find=store.find, events=events)) as server,
-        pytest.raises(ConfigError, match="smp_listen"),
-    ):
-        server.listen(host, SECRET)
 
 
 def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:

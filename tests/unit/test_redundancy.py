@@ -12,7 +12,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from test_replicas import Gather, Job, in_lockstep, jobs, sets_of, share, whole
+from test_replicas import Gather, Job, in_lockstep, jobs, sets_of, whole
 from test_shares import LoneGroup
 
 from ftckpt.capture.assignment import Assignment, assign
@@ -135,48 +135,6 @@ def test_every_chunk_of_a_lost_member_comes_back_from_the_others(case: tuple[Job
             assert len(found) == len(member.lengths)
             for stored, again in found:
                 assert np.array_equal(stored, again)
-
-
-@given(worlds())
-def test_sections_hold_each_byte_once_in_the_order_of_kinds(case: tuple[Job, Redundancy, int]) -> None:
-    (held, holders, _), redundancy, chunk_bytes = case
-    world = World(held, redundancy, chunk_bytes)
-    copied: dict[bytes, int] = dict.fromkeys(holders, 0)
-    for rank, laid in enumerate(world.laid):
-        kinds = [section.kind for section in laid.sections]
-        assert kinds == sorted(kinds, key=["private", "shared", "copy", "parity"].index)
-        assert kinds != ["private"], "nothing is protected: there are no sections"
-        assert sum(section.fragments for section in laid.sections) in (0, len(laid.parts))
-        wanted = {part.name: part for _, part in share_of(held, rank)}
-        first = 0
-        for section in laid.sections or [None]:
-            parts = laid.parts if section is None else laid.parts[first : first + section.fragments]
-            first += len(parts)
-            if section is None or section.kind in ("private", "shared"):
-                for part in parts:
-                    assert wanted.pop(part.fragment.name) == part.fragment
-                    copied[identity(held[rank][part.piece])] += part.fragment.nbytes
-            elif section.kind == "copy":
-                other = world.laid[world.shards.index(section.of)]
-                assert [p.fragment for p in parts] == [p.fragment for p in shared(other, section.group)]
-                assert redundancy.nodes[rank] != redundancy.nodes[world.shards.index(section.of)]
-        assert not wanted, "something is in no section"
-    wholes = {identity(f): f.nbytes for fragments in held.values() for f in fragments}
-    assert copied == wholes
-
-
-def share_of(held: Held, rank: int) -> list[tuple[int, Fragment]]:
-    sets = sets_of(held)[rank]
-    return share(held[rank], sets, deal(sets.runs, sets.private, None), rank, f"dp{rank}")
-
-
-def shared(laid: SlotParts, group: str) -> list[CopyPart]:
-    first = 0
-    for section in laid.sections:
-        if (section.kind, section.group) == ("shared", group):
-            return list(laid.parts[first : first + section.fragments])
-        first += section.fragments
-    return []
 
 
 def test_differing_replicas_are_nobodys_parity() -> None:

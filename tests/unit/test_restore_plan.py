@@ -225,12 +225,6 @@ def test_loops_that_go_on_in_both_memories_are_one() -> None:
     assert in_bytes(StridedCopy(1, 2, (3,), (8,), (4,)), 4) == StridedCopy(4, 8, (3, 4), (32, 1), (16, 1))
 
 
-def test_equal_boxes_give_one_run() -> None:
-    box = Box((2, 0), (4, 8))
-    have, need = Fragment("w", "F32", (8, 8), box, 3, 20), Fragment("w", "F32", (8, 8), box, 10, 32)
-    assert overlap(have, need) == (run(7, 0, 10),)
-
-
 def test_boxes_that_differ_in_rows_alone_give_one_run() -> None:
     have = Fragment("w", "F32", (8, 8), Box((2, 0), (4, 8)), 3, 29)
     need = Fragment("w", "F32", (8, 8), Box((4, 0), (4, 8)), 2, 32)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from ftckpt.errors import ArenaError, CorruptError
-from ftckpt.memory import destinations
+from ftckpt.memory import destinations, slot_file
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.destinations import LoadTarget
 from ftckpt.memory.directory import node_directory
+from ftckpt.memory.slot_file import SlotFile, SlotShard
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore import slot_file
-from ftckpt.restore.slot_file import SlotFile, SlotShard
 from ftckpt.restore.threads import in_order
 from tests.support.errors import raises
 from tests.unit.test_arena import MANIFEST, write
@@ -70,7 +69,7 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
     expected, taken = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
 
     def shard() -> SlotShard:
-        return SlotShard(arena, 0, taken, SlotFile(arena, 0), expected)
+        return SlotShard(arena, 0, SlotFile(arena, 0), taken, expected)
 
     assert shard().objects() == bytes(arena.read_objects(0))
     span = arena.image.chunks[1]
@@ -81,7 +80,7 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
         with raises(CorruptError, "chunk 1"):
             shard().scatter(1, wanted)
     with raises(CorruptError, "record"):
-        SlotShard(arena, 0, SnapshotId(bytes(16), 3), SlotFile(arena, 0), expected)
+        SlotShard(arena, 0, SlotFile(arena, 0), SnapshotId(bytes(16), 3), expected)
     arena.slot(0)[arena.image.objects.begin] ^= 1
     with raises(CorruptError, "objects"):
         shard()

@@ -198,12 +198,9 @@ ALL_MODES = [
     Modes(replica="replica"),
     Modes(replica="copy"),
     Modes(peer=True),
-    Modes(peer=True, peer_group=2),
-    Modes(peer=True, peer_losses=2),
     Modes(peer=True, peer_losses=2, peer_group=3),
     Modes(node=True, peer=True),
     Modes(node=True, replica="replica"),
-    Modes(node=True, replica="copy", peer=True),
     Modes(node=True, replica="replica", peer=True),
     Modes(node=True, replica="replica", peer=True, peer_losses=2),
 ]
@@ -248,7 +245,7 @@ def test_every_loss_of_nodes(modes: Modes) -> None:
 
 
 @pytest.mark.parametrize("modes", [m for m in ALL_MODES if m.node], ids=lambda m: "-".join(m.names))
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_bad_chunk_in_every_stripe_of_all_arenas_at_once(modes: Modes, seed: int) -> None:
     job = small(modes, seed=seed)
     draw = random.Random(seed)
@@ -289,13 +286,6 @@ def test_parity_in_slots_comes_back_from_the_replicas_data() -> None:
     repairs, unsolved = solve(job.groups, kept, set())
     assert not unsolved and all(not repair.use for repair in repairs)
     carry_out(job, repairs, kept, set())
-
-
-def test_chunks_of_no_group_stay_unsolved() -> None:
-    job = small(Modes(node=True))
-    assert solve(job.groups, {("elsewhere", 0)}, set()) == ([], {("elsewhere", 0)})
-    assert solve([], {("s0", 0)}, set()) == ([], {("s0", 0)})
-    assert solve(job.groups, set(), set()) == ([], set())
 
 
 @st.composite

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -300,15 +299,6 @@ def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
 # Pure parts
 
 
-dtypes = st.sampled_from(["F32", "BF16", "U8", "I64", "F64"])
-tensors = st.lists(
-    st.builds(
-        Tensor, st.text("abc/.", min_size=1, max_size=6), dtypes, st.lists(st.integers(0, 5), max_size=3).map(tuple)
-    ),
-    max_size=8, unique_by=lambda tensor: tensor.key,
-)  # fmt: skip
-
-
 def table(*entries: tuple[str, list[int], list[int]], data: int = 8) -> Bytes:
     """A safetensors file of ``data`` bytes of tensors; entries are name, shape and offsets, of U8."""
     found = {name: {"dtype": "U8", "shape": shape, "data_offsets": at} for name, shape, at in entries}
@@ -343,3 +333,12 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
     second.begin()
     second.commit()
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    destination = Destination(tmp_path / "out")
+    destination.begin()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConvertError):
+        destination.commit()
+    assert (tmp_path / "out.partial").exists()
