@@ -273,6 +273,7 @@ def test_a_server_that_dies_is_started_anew(tmp_path: Path) -> None:
     script = STAYS.replace("signal.pause()", "if attempt < 3:\n    signal.pause()")
     with Running(tmp_path / "job", script, "--nproc-per-node", "2", "--max-restarts", "3", "train.py") as job:
         job.until(READY)
+        job.report(0, 1)  # before rank 0 ends and takes it along
         job.touch("go")
         job.report(1, 1)
         os.kill(server_of(job), signal.SIGKILL)
