@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from ftckpt.capture.capture import Capture
 from ftckpt.errors import CaptureError
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import ControlBlock
 from ftckpt.memory.package import list_packages
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session import deadlines
 from ftckpt.session.shard import Proof, Shard
 from ftckpt.session.vote import Readiness
@@ -251,14 +252,14 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
     nobody has foreseen, once or from then on."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     capture, protection = checkpointer.capture, checkpointer.rank.protection
-    goes_on, seal = threading.Event(), Capture._seal
+    goes_on, seal = threading.Event(), ControlBlock.seal
 
-    def seal_late(self: Capture, taken: Any) -> None:
+    def seal_late(self: ControlBlock, slot: int, snapshot: SnapshotId, **how: Any) -> None:
         # Of the boundary that fails and proves: its round cannot be known yet, and the others wait for it.
-        assert (where, rank, taken.snapshot.iteration) != ("boundary", 1, 3) or goes_on.wait(60)
-        seal(self, taken)
+        assert (where, rank, snapshot.iteration) != ("boundary", 1, 3) or goes_on.wait(60)
+        seal(self, slot, snapshot, **how)
 
-    Capture._seal = seal_late  # type: ignore[method-assign]
+    ControlBlock.seal = seal_late  # type: ignore[method-assign, assignment]
     owner: Any = capture if where == "boundary" else protection
     name, longest_secs = {"boundary": "poll"}.get(where, "observe"), 0.0
     works = getattr(owner, name)

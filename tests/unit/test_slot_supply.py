@@ -89,6 +89,23 @@ def test_training_waits_for_no_memory(member: Rank, slow: SlowMemory) -> None:
     assert not member.have.verify(2) and len(slot_files(member)) == 3
 
 
+def test_memory_of_an_old_arena_is_used_at_the_boundary_where_it_is_free(arena_root: Path) -> None:
+    (member,) = members = ranks(arena_root, 1, slots=3)
+    start(member)
+    for slot in range(3):
+        write(member.have, slot, 2 + slot)
+    member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
+    member.arenas.supply(member.have)
+    first = member.arenas.allocator
+    assert first is not None
+    until(lambda: first.ended, "memory", SECS)
+    member.arenas.remove_old()
+    taken = member.arenas.complete(member.have)
+    assert 0 < len(taken) < 3 and member.arenas.allocator not in (None, first)
+    assert sorted([*taken, *complete(member)]) == [0, 1, 2]
+    stop(members)
+
+
 def test_only_what_a_start_has_left_is_waited_for(member: Rank, slow: SlowMemory) -> None:
     slow.go.set()
     member.arena = member.arenas.replace(member.have, None, member.manifest())
