@@ -1,4 +1,4 @@
-"""What the fault campaign does to the memory of a job whose trainers are dead, and what that leaves to promise."""
+"""The damage that the fault campaign does to the memory of a job without trainers, and the promise that remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ftckpt.parity.survive import Forecast
 
 @dataclass
 class Job:
-    """Where the memory of a job lies, what was in it before any damage, and what was damaged.
+    """The memory of a job: its folder, its content before any damage, and the damage.
 
     ``whole`` and ``protected`` are iterations, -1: none. ``sealed`` has the iterations in the slots of each shard.
     ``lost_packages`` are pairs of shard and node. ``head`` is the lineage that a start finds.
@@ -63,7 +63,7 @@ class Job:
         if not (self.lost_shards or self.lost_nodes or self.lost_packages):
             sealed = set[int].intersection(*self.sealed.values()) if self.doubts(self.whole) else {self.whole}
             return max((one for one in sealed if one <= self.whole and not self.doubts(one)), default=None)
-        # Two arenas of a shard: it was laid out anew, and what is protected in which of them is not asked here.
+        # Two arenas of a shard: slots were reallocated, and this does not track which of them is protected.
         if self.protected < 0 or self.doubts(self.protected) or len(self.holdings) > len(self.sealed):
             return None
         groups = peer_groups(self.holdings, self.modes) + slot_groups(self.holdings)
@@ -103,7 +103,7 @@ def survey(folder: Path, modes: Modes) -> Job:
 
 
 def lose_node(job: Job, dice: random.Random) -> None:
-    """Delete all that lies on a node; its SMP was killed before."""
+    """Deletes all memory of a node; its SMP was killed before."""
     nodes = sorted({path.parent.name for path in job.arenas()})
     node = dice.choice(nodes)
     shutil.rmtree(job.folder / node)
@@ -172,15 +172,13 @@ def spoil_package(job: Job, dice: random.Random) -> None:
 
 
 spoil_checks, spoil_parity = partial(spoil, pattern="checks"), partial(spoil, pattern="parity.*")
-DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
-    lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control, spoil_checks, spoil_parity,
-    spoil_package,
-)  # fmt: skip
-"""Drawn from with equal chances: what is named twice is twice as likely."""
-
-
 LIVE_DAMAGES = (delete_arena, flip_slot, spoil_checks, spoil_parity, spoil_package)
-"""What can happen while trainers and SMPs have it mapped without killing them."""
+"""Faults that are possible while trainers and SMPs map the memory, without killing them."""
+DAMAGES: Sequence[Callable[[Job, random.Random], None]] = (
+    *(lose_node, lose_node, delete_arena, flip_slot, flip_slot, truncate_slot, flip_control),
+    *(spoil_checks, spoil_parity, spoil_package),
+)
+"""Drawn from with equal chances: those named twice are twice as likely."""
 
 
 def damage(job: Job, dice: random.Random, live: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: where and with what it ran, medians, tables, memory bandwidth, the JSON file."""
+"""Shared by all benchmarks: the conditions of a run, its folders, statistics, tables and the JSON file."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 _NUMBERS = re.compile(r"\[\s+-?\d[\d\s.,eE+-]*\]")
+T = TypeVar("T")
 PACKAGES = ("ftckpt", "torch", "megatron-core", "deepspeed", "numpy")
 
 
 def environment(argv: Sequence[str], script: str, packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Hardware, versions (of ``packages``, too), command, date and revision: without them a number means nothing."""
+    """Hardware, versions (also of ``packages``), command, date and revision."""
     return {
         "hardware": {
             "cpu": _cpu_model(),
@@ -50,8 +51,8 @@ def environment(argv: Sequence[str], script: str, packages: Iterable[str] = ()) 
 
 @contextmanager
 def scratch(*places: Path) -> Iterator[list[Path]]:
-    """A new folder in each of ``places``, removed at the end. SIGTERM and SIGINT are an end, too: they raise
-    SystemExit in the block, once, so that nothing interrupts what cleans up."""
+    """A new folder in each of ``places``, removed at the end. SIGTERM and SIGINT raise SystemExit in the block, once,
+    so that nothing interrupts the cleaning up."""
 
     def end(number: int, frame: object) -> None:
         for each in previous:
@@ -70,53 +71,14 @@ def scratch(*places: Path) -> Iterator[list[Path]]:
         yield folders
 
 
-def attach(job: Any, folder: Path, name: str, **settings: Any) -> Any:
-    """ftckpt on for a job of ``launch/train_gpt.py``, from the beginning; errors are not hidden.
-
-    Arenas lie in ``folder/arena``; events are those that ``read_events`` finds by ``name``.
-    """
-    import ftckpt.megatron
-    from ftckpt.config import Config
-
-    config = Config(
-        enabled=True, job=name, node="node", arena=str(folder / "arena"), events=str(folder / "events" / name),
-        replica_check_interval=0, on_error="raise", **{"protect": "none", "interval": 1, **settings},
-    )  # fmt: skip
-    (folder / "arena").mkdir(exist_ok=True)
-    objects = {"data": job.data, "progress": job.progress}
-    job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
-    job.checkpointer.restore()
-    return job.checkpointer
-
-
-def read_events(folder: Path, name: str, rank: int, event: str = "") -> list[dict[str, Any]]:
-    """One rank's events of the run that was attached as ``name``, or those of one kind."""
-    lines = (folder / "events" / name / f"rank{rank}.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if event in ("", line["event"])]
-
-
 def disk_bytes(folder: Path) -> int:
-    """What the files below ``folder`` occupy."""
-    # Blocks of 512 bytes, whatever the file system's are: slots without memory are holes, which take nothing.
+    """The bytes that the files below ``folder`` occupy."""
+    # Blocks of 512 bytes on any file system; slots without memory are holes, which take nothing.
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
-def synchronous(tensors: Sequence[torch.Tensor]) -> Callable[[], float]:
-    """A copy into memory that was allocated and touched before; calling it returns the seconds it took."""
-    # Written once: the first copy would otherwise pay for the page faults.
-    targets = [torch.zeros_like(tensor) for tensor in tensors]
-
-    def copy() -> float:
-        begin = time.perf_counter()
-        for target, tensor in zip(targets, tensors, strict=True):
-            target.copy_(tensor)
-        return time.perf_counter() - begin
-
-    return copy
-
-
 class Quartiles(NamedTuple):
-    """Of the repeats of a measurement; a single one is all three."""
+    """Quartiles of the repeats of a measurement; of a single repeat all three are that one."""
 
     first: float
     median: float
@@ -128,9 +90,9 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 class Blocks:
-    """The blocks of a result file: those that are there already, and those that are to be measured.
+    """The blocks of a result file: those that it has, and those that are to be measured.
 
-    A plan is a named tuple that prints as what it measures; the block has its fields beside what was found.
+    A plan is a named tuple that prints as its description; a block has its fields and the figures.
     """
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
@@ -138,7 +100,7 @@ class Blocks:
         if path.exists():
             before = json.loads(path.read_text())
             if self._conditions(before) != self._conditions(self.content):
-                raise SystemExit(f"{path}: was measured with another size, revision or machine; name another file")
+                raise SystemExit(f"{path}: has another size, revision or machine; name another file")
             self.content = {**before, "blocks": [block for block in before["blocks"] if "error" not in block]}
 
     @staticmethod
@@ -149,7 +111,7 @@ class Blocks:
     def measure(
         self, plans: Sequence[Any], run: Callable[[Any], dict[str, Any]], text: Callable[[dict[str, Any]], str]
     ) -> None:
-        """The blocks of ``plans`` that are not there yet; the file has each as it ends. ``text`` is of a good one."""
+        """Runs the plans whose blocks are missing, and writes the file after each. ``text`` describes a good one."""
         done = [block.items() for block in self.content["blocks"]]
         left = [plan for plan in plans if not any(plan._asdict().items() <= block for block in done)]
         begin = time.monotonic()
@@ -161,6 +123,24 @@ class Blocks:
             place = f"{len(plans) - len(left) + number + 1} of {len(plans)}"
             words = f"{place}, {plan}: {text(block) if 'error' not in block else 'failed'}"
             print(f"{words}; about {end_secs / 60:.0f} min left", file=sys.stderr, flush=True)
+
+    def conclude(self, tables: Tables, reasons: Mapping[str, str], missed: Sequence[str], quick: bool) -> int:
+        """Writes the file with the tables; failed blocks count as missed goals. Returns the exit code."""
+        failed = dict.fromkeys(
+            f"{one['job']}, {one['row']}: failed" for one in self.content["blocks"] if "error" in one
+        )
+        content = {**self.content, "tables": tables, "not_run": reasons}
+        return conclude(self._path, content, [*failed, *missed], quick)
+
+
+Tables = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Figures by place and row; a row that was not measured has none."""
+
+
+def turns(items: Sequence[T], number: int) -> list[T]:
+    """The items, from that of ``number`` on, then those before it."""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -175,16 +155,34 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join([first, *rest]), flush=True)
 
 
-def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """A benchmark's parser: its docstring as it stands, and ``--json``."""
+def print_tables(
+    tables: Tables, heads: Sequence[str], cells: Callable[[Any, Any], list[str]], reasons: Mapping[str, str]
+) -> None:
+    """Prints a table per place. ``cells`` makes a line from a row's figures and its table; a row without figures
+    shows its reason."""
+    for place, table in tables.items():
+        lines = [
+            [row, *(cells(found, table) if found else [reasons.get(row, "failed"), *[""] * (len(heads) - 1)])]
+            for row, found in table.items()
+        ]
+        print_table([place, *heads], lines)
+        print()
+
+
+def parser_of(text: str | None, arena: bool = False, disk: str = "") -> argparse.ArgumentParser:
+    """A benchmark's parser: its docstring as it is, ``--json``, ``--quick`` and places. ``disk`` is their use."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--quick", action="store_true", help="small sizes whose figures mean nothing; no goal counts")
+    if arena:
+        parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
+    if disk:
+        parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help=f"{disk}; not on a tmpfs")
     return parser
 
 
-def conclude(path: Path, content: Mapping[str, Any], missed: Sequence[str], quick: bool = False) -> int:
-    """Write the result with the claims that do not hold, and print these; returns the exit code: with ``quick``,
-    a size at which claims say nothing, always 0."""
+def conclude(path: Path, content: Mapping[str, Any], missed: Sequence[str], quick: bool) -> int:
+    """Writes the result with the missed goals, and prints these; returns the exit code, 0 with ``quick``."""
     write_json(path, {**content, "missed": [] if quick else list(missed)})
     for line in () if quick else missed:
         print(f"MISSED: {line}", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""What ftckpt costs a training job on the host, beside its peers, at the same frequencies and in the same run.
+"""The cost of snapshots to a training job on the host: ftckpt and its peers, at the same frequencies.
 
     python benchmarks/cost.py --json FILE
 
 Ranks train with each row's system in turn, a block of iterations each, on a host that has nothing else to do (idle)
-and on one with as many spinning processes as cores (busy). Ratios are of whole iterations, whatever training loses.
-FILE keeps each block as it ends; the same command resumes. The exit code is 1 where a goal is missed, with a line for
-each. Nothing else may run.
+and on one with as many spinning processes as cores (busy). Ratios compare complete iterations. FILE has each block
+when it ends; the same command resumes. The exit code is 1 if a goal is missed, with a line for each. Nothing else
+may run.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import cost_jobs
-from benchmarks.common import Blocks, conclude, environment, parser_of, print_table, quartiles, scratch
-from benchmarks.cost_jobs import JOBS, SYSTEMS, Block
+from benchmarks.common import Blocks, Tables, environment, parser_of, print_tables, quartiles, scratch, turns
+from benchmarks.cost_jobs import SYSTEMS, Block
 from benchmarks.systems import remove
 from ftckpt.memory.directory import clean_job
 from tests.support.pool import RankFailure, run_ranks
 
+JOBS = ("plain", "megatron")
 RANKS = 4
-"""Of one node, which protects them by itself: each has a partner, which a peer needs."""
+"""On one node, which protects them by itself: each has a partner, which a peer needs."""
 TIMEOUT_SECS = 280.0
 MAX_RATIO = {"idle": 1.01, "busy": 1.05}
-"""Of an iteration with the default configuration to one without ftckpt."""
+"""An iteration with the default configuration / one without ftckpt."""
 STORED_EVERY = 10
 OFF, NOISE, DEFAULT = "off", "off again", "ftckpt"
 _SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(100_000):\n        pass"
 
 
 class Row(NamedTuple):
-    """A line of the table; ``group`` has those that save as often and to the same place."""
+    """A line of the table; rows of a ``group`` save equally often and to the same place."""
 
     system: str
     options: dict[str, Any]
@@ -81,8 +82,8 @@ QUICK_ROWS = (OFF, NOISE, DEFAULT, "torch.save", "DLRover", "lm-resiliency", "ft
 
 class Sizes(NamedTuple):
     """State of a rank of the plain job; arguments of the Megatron job; the wait in which a device would compute;
-    iterations of a block. It warms up until ``interval auto`` keeps its budget, in all rows: memory gets faster with
-    the age of a process."""
+    iterations of a block. All rows warm up until ``interval auto`` keeps its budget: memory gets faster with the age
+    of a process."""
 
     mib: int
     script: tuple[str, ...]
@@ -97,7 +98,7 @@ QUICK = Sizes(6, ("--layers", "1", "--hidden", "64", *_BATCH), 0.01, 10, 10)
 
 
 class Plan(NamedTuple):
-    """A block that is to be measured: ``repeat`` of a row, for a job, on a host with a load."""
+    """A block to measure: ``repeat`` of a row, for a job, on a host with a load."""
 
     job: str
     load: str
@@ -109,19 +110,19 @@ class Plan(NamedTuple):
 
 
 def rows_of(job: str, rows: Sequence[str]) -> list[str]:
-    """Those that a job has. Peers copy the same tensors whatever the framework: the plain job alone has them."""
+    """The rows of a job. Peers copy the same tensors in any framework: only the plain job has them."""
     return [row for row in rows if job == "plain" or ROWS[row].system in ("off", "ftckpt")]
 
 
 def plans_of(jobs: Sequence[str], loads: Sequence[str], repeats: int, rows: Sequence[str]) -> list[Plan]:
     """All blocks, one of each row in turn; each repeat begins with another row."""
-    found = []
-    for repeat in range(repeats):
-        for job in jobs:
-            mine = rows_of(job, rows)
-            first = repeat * 5 % len(mine)
-            found += [Plan(job, load, repeat, row) for load in loads for row in (*mine[first:], *mine[:first])]
-    return found
+    return [
+        Plan(job, load, repeat, row)
+        for repeat in range(repeats)
+        for job in jobs
+        for load in loads
+        for row in turns(rows_of(job, rows), 5 * repeat)
+    ]
 
 
 @contextlib.contextmanager
@@ -138,17 +139,16 @@ def load_of(kind: str) -> Iterator[None]:
 
 
 def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, Any]:
-    """One start of the ranks; what the slowest of them has seen, or the error."""
+    """Starts the ranks once; the figures of the slowest of them, or the error."""
     row, name = ROWS[plan.row], f"bench-{uuid.uuid4().hex[:8]}"
     with scratch(arena, disk) as (tmpfs, stored), cleaned(tmpfs, name):
-        block = Block(
-            plan.job, row.system, row.options, row.every, sizes.warm_up, sizes.iterations, sizes.mib, sizes.script,
-            sizes.device_secs, name, str(tmpfs), str(stored if row.is_stored else tmpfs / "saved"),
-        )  # fmt: skip
+        folder = stored if row.is_stored else tmpfs / "saved"
+        counts = row.every, sizes.warm_up, sizes.iterations, sizes.mib, sizes.script, sizes.device_secs
+        block = Block(plan.job, row.system, row.options, *counts, name, str(tmpfs), str(folder))
+        options: dict[str, Any] = {"timeout_secs": TIMEOUT_SECS, "stand_in": plan.job == "megatron"}
         try:
             with load_of(plan.load):
-                stand_in = plan.job == "megatron"
-                ranks = run_ranks(cost_jobs.measure, RANKS, block, timeout_secs=TIMEOUT_SECS, stand_in=stand_in)
+                ranks = run_ranks(cost_jobs.measure, RANKS, block, **options)
         except RankFailure as error:
             return {"error": str(error)[-2000:]}
     return block_of([rank.value for rank in ranks])
@@ -156,7 +156,7 @@ def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, An
 
 @contextlib.contextmanager
 def cleaned(tmpfs: Path, name: str) -> Iterator[None]:
-    """At the end nothing is left of the job ``name``, and of DLRover's files of that name."""
+    """Removes everything of the job ``name`` at the end, also DLRover's files of that name."""
     try:
         yield
     finally:
@@ -165,11 +165,11 @@ def cleaned(tmpfs: Path, name: str) -> Iterator[None]:
         finally:
             for left in (Path("/tmp/ckpt_sock") / name, *Path("/dev/shm").glob(f"*{name}*")):
                 remove(left)
-            os.sync()  # what this block has left to write is no matter of the next one's
+            os.sync()  # the next block must not wait for writes of this one
 
 
 def block_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the ranks measured, put together: a job is as fast as its slowest rank."""
+    """The figures of all ranks, combined: a job is as fast as its slowest rank."""
     steps = list(zip(*(rank["rows"] for rank in ranks), strict=True))
     return {
         "iteration_secs": max(rank["secs"] for rank in ranks) / len(steps),
@@ -185,7 +185,7 @@ def block_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def missing_package(row: str) -> str:
-    """The package that a row needs and that is not installed; or nothing."""
+    """The package that a row needs and that is not installed, or ""."""
     package = SYSTEMS[ROWS[row].system].package
     with contextlib.suppress(PackageNotFoundError):
         return "" if not package or version(package) else package
@@ -193,7 +193,7 @@ def missing_package(row: str) -> str:
 
 
 def figures_of(blocks: Sequence[Mapping[str, Any]], job: str, load: str, row: str) -> dict[str, Any]:
-    """Medians over the repeats of a row; ratios are those to ``off`` in the same repeat."""
+    """Medians over the repeats of a row; ratios are to ``off`` of the same repeat."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {row: {}, OFF: {}}
     for block in blocks:
         if (block["job"], block["load"]) == (job, load) and block["row"] in found and "error" not in block:
@@ -201,26 +201,28 @@ def figures_of(blocks: Sequence[Mapping[str, Any]], job: str, load: str, row: st
     mine, pairs = [*found[row].values()], [(found[row][at], found[OFF][at]) for at in found[row] if at in found[OFF]]
     if not pairs:
         return {}
-    ratios = [block["iteration_secs"] / off["iteration_secs"] for block, off in pairs]
-    quarters = quartiles(ratios)
+    quarters = quartiles([block["iteration_secs"] / off["iteration_secs"] for block, off in pairs])
     snapshots = sum(block["snapshots"] for block in mine)
     blocked_secs = sum(sum(block["blocked"]) for block in mine)
     stored = [secs for block in mine for secs in block["stored_secs"]]
     return {
-        "ratio": quarters.median, "ratio_quarter": quarters.first, "ratio_three_quarters": quarters.third,
+        "ratio": quarters.median,
+        "ratio_quarter": quarters.first,
+        "ratio_three_quarters": quarters.third,
         "iteration_ms": statistics.median(block["iteration_secs"] for block in mine) * 1e3,
         "blocked_ms": blocked_secs / snapshots * 1e3 if snapshots else None,
         "cpu_ms": statistics.median(block["cpu_secs"] for block in mine) * 1e3,
         "cpu_ms_more": statistics.median(block["cpu_secs"] - off["cpu_secs"] for block, off in pairs) * 1e3,
         "memory_bytes_more": statistics.median(block["memory_bytes"] - off["memory_bytes"] for block, off in pairs),
         "stored_secs": statistics.median(stored) if stored else None,
-        "snapshots": snapshots, "iterations": sum(len(block["blocked"]) for block in mine),
+        "snapshots": snapshots,
+        "iterations": sum(len(block["blocked"]) for block in mine),
         "protected": sum(block.get("protected", 0) for block in mine),
-    }  # fmt: skip
+    }
 
 
-def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """A line for each goal that does not hold; peers that did not run are not compared."""
+def missed(tables: Tables) -> list[str]:
+    """A line per missed goal; peers that did not run are not compared."""
     lines = []
     for place, table in tables.items():
         ours, noise, goal = table.get(DEFAULT), table.get(NOISE), MAX_RATIO[place.rpartition("/")[2]]
@@ -241,76 +243,51 @@ def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
     return lines
 
 
-HEADS = (
-    "snapshots", "protected", "iteration ms", "to off", "quartiles", "blocked ms", "cpu ms", "more", "memory MB",
-    "stored s",
-)  # fmt: skip
+HEADS = ["snapshots", "protected", "iteration ms", "to off", "quartiles", "blocked ms"]
+HEADS += ["cpu ms", "more", "memory MB", "stored s"]
 
 
-def show(place: str, table: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> None:
-    """Print one table; a row without figures has its reason."""
-    lines = []
-    for row, found in table.items():
-        if not found:
-            lines.append([row, reasons.get(row, "failed"), *[""] * (len(HEADS) - 1)])
-            continue
-        blocked, stored = (
-            "" if found[name] is None else f"{found[name]:.2f}" for name in ("blocked_ms", "stored_secs")
-        )
-        lines.append([
-            row, f"{found['snapshots']}/{found['iterations']}", str(found["protected"]),
-            f"{found['iteration_ms']:.1f}", f"{found['ratio']:.3f}",
-            f"{found['ratio_quarter']:.3f}..{found['ratio_three_quarters']:.3f}", blocked,
-            f"{found['cpu_ms']:.1f}", f"{found['cpu_ms_more']:+.1f}", f"{found['memory_bytes_more'] / 1e6:+.0f}",
-            stored,
-        ])  # fmt: skip
-    print_table([place, *HEADS], lines)
-    print()
+def cells(found: Mapping[str, Any], _: Any) -> list[str]:
+    """A line of the table."""
+    optional = {
+        name: "" if (value := found[name]) is None else f"{value:.2f}" for name in ("blocked_ms", "stored_secs")
+    }
+    counts = [f"{found['snapshots']}/{found['iterations']}", str(found["protected"])]
+    quarters = f"{found['ratio_quarter']:.3f}..{found['ratio_three_quarters']:.3f}"
+    times = [f"{found['iteration_ms']:.1f}", f"{found['ratio']:.3f}", quarters, optional["blocked_ms"]]
+    costs = [f"{found['cpu_ms']:.1f}", f"{found['cpu_ms_more']:+.1f}", f"{found['memory_bytes_more'] / 1e6:+.0f}"]
+    return [*counts, *times, *costs, optional["stored_secs"]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print the tables, write the file; returns the exit code."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rows; no goal counts")
+    """Measures, prints the tables and writes the file; returns the exit code."""
+    parser = parser_of(__doc__, arena=True, disk="where storage rows save")
     parser.add_argument("--repeats", type=int, help="default: 5, 2 with --quick")
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="default: all, plain with --quick")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, help="default: all, plain with --quick")
     parser.add_argument("--loads", nargs="+", choices=list(MAX_RATIO), default=list(MAX_RATIO), help="default: all")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all, or some with --quick")
-    parser.add_argument("--arena", type=Path, default=Path("/dev/shm"), help="a tmpfs")
-    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="where storage rows save: on no tmpfs")
     args = parser.parse_args(argv)
-    sizes = QUICK if args.quick else FULL
-    jobs = args.jobs or (["plain"] if args.quick else list(JOBS))
+    sizes, repeats = (QUICK, 2) if args.quick else (FULL, 5)
+    jobs = args.jobs or (["plain"] if args.quick else JOBS)
     rows = args.rows or list(QUICK_ROWS if args.quick else ROWS)
     reasons = {row: f"{package} is not installed" for row in rows if (package := missing_package(row))}
-    peers = {system.package for system in SYSTEMS.values() if system.package}
-    about = environment(argv, "benchmarks/cost.py", peers)
-    run = Blocks(
-        args.json,
-        {
-            "benchmark": "cost",
-            "environment": about,
-            "sizes": {**sizes._asdict(), "script": [*sizes.script]},
-            "ranks": RANKS,
-        },
-    )
-    repeats = args.repeats or (2 if args.quick else 5)
-    plans = plans_of(jobs, args.loads, repeats, [row for row in rows if row not in reasons])
-    arena, disk = args.arena.absolute(), args.disk.absolute()
-    run_block(plans[0], sizes, arena, disk)  # not counted: after a pause of the machine one is up to 4 % faster
-    run.measure(
-        plans, lambda plan: run_block(plan, sizes, arena, disk),
-        lambda block: f"iteration {block['iteration_secs'] * 1e3:.1f} ms",
-    )  # fmt: skip
-    tables: dict[str, dict[str, dict[str, Any]]] = {}
-    for job in jobs:
-        for load in args.loads:
-            found = {row: figures_of(run.content["blocks"], job, load, row) for row in rows_of(job, rows)}
-            tables[f"{job}/{load}"] = found
-            show(f"{job}, {load}", found, reasons)
-    failed = [f"{row}: failed" for row in rows if any("error" in b for b in run.content["blocks"] if b["row"] == row)]
-    content = {**run.content, "tables": tables, "not_run": reasons}
-    return conclude(args.json, content, failed + missed(tables), args.quick)
+    about = environment(argv, "benchmarks/cost.py", {one.package for one in SYSTEMS.values() if one.package})
+    head = {"benchmark": "cost", "environment": about, "sizes": {**sizes._asdict(), "script": [*sizes.script]}}
+    run = Blocks(args.json, {**head, "ranks": RANKS})
+    plans = plans_of(jobs, args.loads, args.repeats or repeats, [row for row in rows if row not in reasons])
+
+    def measure(plan: Plan) -> dict[str, Any]:
+        return run_block(plan, sizes, args.arena.absolute(), args.disk.absolute())
+
+    measure(plans[0])  # not counted: after a pause of the machine a block is up to 4 % faster
+    run.measure(plans, measure, lambda block: f"iteration {block['iteration_secs'] * 1e3:.1f} ms")
+    tables = {
+        f"{job}/{load}": {row: figures_of(run.content["blocks"], job, load, row) for row in rows_of(job, rows)}
+        for job in jobs
+        for load in args.loads
+    }
+    print_tables(tables, HEADS, cells, reasons)
+    return run.conclude(tables, reasons, missed(tables), args.quick)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a rank does for ``benchmarks/cost.py``: train with one system, and measure all of it, by iteration."""
+"""A rank of ``benchmarks/cost.py``: trains with one system, and measures it by iteration."""
 
 from __future__ import annotations
 
@@ -6,27 +6,21 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.common import disk_bytes
+from benchmarks.jobs import MegatronJob, ShardedJob, TrainingJob, has_smp
 from benchmarks.systems import Dcp, Dlrover, LmResiliency, System, TorchCheckpointing, TorchSave
 
 MAX_WARM_UP = 600
 """Iterations until an SMP must be there."""
 _SUBREAPER = 36
-_BATCH_ROWS = 8
-"""Of a rank: few, so that what an iteration takes of the host is the optimizer's, as beside a device."""
 _BYTES_PER_ELEMENT = 12
 """Weight and two moments in 32 bit."""
 
@@ -51,119 +45,19 @@ class Block(NamedTuple):
     folder: str
 
 
-class Net(torch.nn.Module):
-    """Layers sharded by rows over all ranks; each rank computes with the rows that it has."""
-
-    def __init__(self, mib: int) -> None:
-        super().__init__()
-        self.width = 1024 if mib >= 24 else 256
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        num_layers = max(1, (mib << 20) // (_BYTES_PER_ELEMENT * self.width**2))
-        layers = [torch.randn(self.width, self.width) / self.width**0.5 for _ in range(num_layers)]
-        sharded = [DTensor.from_local(layer, mesh, [Shard(0)], run_check=False) for layer in layers]
-        self.weights = torch.nn.ParameterList([torch.nn.Parameter(one) for one in sharded])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight.to_local().T)
-        return (x**2).mean()
-
-
-class PlainJob:
-    """A network in plain torch, sharded by rows as FSDP2 has it: real forward, backward, all-reduce and AdamW step.
-
-    ``device_secs`` of an iteration are a wait, in which a device would compute.
-    """
-
-    on_cuda = False
-
-    def __init__(self, block: Block) -> None:
-        self.name, self.arena, self._device_secs = block.name, block.arena, block.device_secs
-        self.iteration, self.blocked_secs = 0, 0.0
+def build(block: Block) -> TrainingJob:
+    """The job of a block, after its first iteration."""
+    job: TrainingJob
+    if block.job == "plain":
+        width = 1024 if block.mib >= 24 else 256
+        layers = max(1, (block.mib << 20) // (_BYTES_PER_ELEMENT * width**2))
         torch.manual_seed(dist.get_rank())
-        self._net = Net(block.mib)
-        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=1e-4, fused=True)
-        self.train(lambda: None)
-
-    def train(self, fence: Callable[[], object]) -> None:
-        """One iteration; ``fence`` comes before the optimizer."""
-        # Gradients stay where they are: given back to the kernel and mapped again they would take more of some rows
-        # than a snapshot does, by what lies behind them on the heap.
-        self._optimizer.zero_grad(set_to_none=False)
-        loss = self._net(torch.randn(_BATCH_ROWS, self._net.width))
-        loss.backward()
-        time.sleep(self._device_secs)
-        dist.all_reduce(loss.detach())
-        fence()
-        self._optimizer.step()
-        self.iteration += 1
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for index, weight in enumerate(self._net.weights):
-            for name, tensor in {"weight": weight.detach(), **self._optimizer.state[weight]}.items():
-                found[f"{name}.{index}"] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return found
-
-    def attach(self, config: Any) -> Any:
-        import ftckpt.torch
-
-        return ftckpt.torch.attach(self._net, self._optimizer, None, {"progress": self}, config)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"iteration": self.iteration}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.iteration = state["iteration"]
-
-
-class MegatronJob:
-    """``launch/train_gpt.py`` on the stand-in for CUDA; the wait for a device is spread over its forward steps."""
-
-    on_cuda = False
-
-    def __init__(self, block: Block) -> None:
-        import train_gpt
-
-        warnings.filterwarnings("ignore", module="megatron")
-        self.name, self.arena, self._script = block.name, block.arena, train_gpt
-        self.blocked_secs = 0.0
-        self._job = train_gpt.build(train_gpt.parse_args([*block.script]))
-        forward, wait_secs = train_gpt.forward_step, block.device_secs / self._job.num_micro
-
-        def forward_step(*args: Any) -> Any:
-            time.sleep(wait_secs)
-            return forward(*args)
-
-        train_gpt.forward_step = forward_step
-        self.train(lambda: None)
-
-    @property
-    def iteration(self) -> int:
-        return int(self._job.iteration)
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for optimizer in getattr(self._job.optimizer, "chained_optimizers", [self._job.optimizer]):
-            for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
-                values = {"master": parameter.detach(), **state}
-                found |= {f"{name}.{index}": value for name, value in values.items() if torch.is_tensor(value)}
-        return found
-
-    def train(self, fence: Callable[[], object]) -> None:
-        """One iteration; ftckpt's hook on the optimizer is the fence."""
-        self._script.train_step(self._job)
-
-    def attach(self, config: Any) -> Any:
-        import ftckpt.megatron
-
-        job, objects = self._job, {"data": self._job.data, "progress": self._job.progress}
-        return ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
-
-
-JOBS: dict[str, type[PlainJob] | type[MegatronJob]] = {"plain": PlainJob, "megatron": MegatronJob}
+        job = ShardedJob(layers, dist.get_world_size() * width, width, block.device_secs)
+    else:
+        job = MegatronJob(block.script, block.device_secs)
+    job.name, job.arena = block.name, block.arena
+    job.train()
+    return job
 
 
 class Ftckpt(System):
@@ -177,8 +71,7 @@ class Ftckpt(System):
         self._config = Config(
             enabled=True, job=self.job.name, node="node", arena=self.job.arena, on_error="raise", **settings
         )
-        self.checkpointer = self.job.attach(self._config)
-        self.checkpointer.restore()
+        self.checkpointer = self.job.start(self._config)
         # Hooks on the optimizer call it, and the job does not.
         self.checkpointer.fence = timed(self.job, self.checkpointer.fence)
         self._begun_at: dict[int, float] = {}
@@ -188,17 +81,17 @@ class Ftckpt(System):
     def save(self, iteration: int) -> bool:
         before, self._begun_at[iteration] = self.checkpointer.begun, time.perf_counter()
         self.checkpointer.step(iteration)
-        self._look()
+        self._note_marks()
         return bool(self.checkpointer.begun != before)
 
     @property
     def is_ready(self) -> bool:
         """Whether the SMP runs, where one is needed."""
         is_alone = self._config.protect == "none" and not self._config.persist
-        return is_alone or bool(self.checkpointer._protection.smp_guards)
+        return is_alone or has_smp(self.checkpointer)
 
-    def _look(self) -> None:
-        """Note what is protected and stored by now."""
+    def _note_marks(self) -> None:
+        """Notes which snapshots are protected and stored by now."""
         protected, persisted = self.checkpointer.protected, self.checkpointer.persisted
         self.num_protected += protected != self._protected
         if persisted != self._persisted:
@@ -244,7 +137,7 @@ class Training:
     """A job that trains with a system. Of an iteration: seconds, seconds blocked, whether a snapshot was taken."""
 
     def __init__(self, block: Block) -> None:
-        self._block, self._job = block, JOBS[block.job](block)
+        self._block, self._job = block, build(block)
         self.system = SYSTEMS[block.system](self._job, block.folder, **block.options)
         self._fence = timed(self._job, self.system.fence)
         self._ours = self.system if isinstance(self.system, Ftckpt) else None
@@ -266,22 +159,22 @@ class Training:
         return end - begin, job.blocked_secs + end - boundary, is_taken
 
     def warm_up(self) -> None:
-        """Train until nothing starts any more; as long on all ranks."""
+        """Trains until everything has started; equally long on all ranks."""
         for number in range(MAX_WARM_UP):
-            is_ready = torch.tensor(self._ours is None or self._ours.is_ready).int()
-            dist.all_reduce(is_ready, dist.ReduceOp.MIN)
-            if number >= self._block.warm_up and is_ready:
-                self.system.drain()
-                self.system.reset()
-                return
+            if number >= self._block.warm_up:
+                is_ready = torch.tensor(self._ours is None or self._ours.is_ready).int()
+                dist.all_reduce(is_ready, dist.ReduceOp.MIN)
+                if is_ready:
+                    self.system.drain()
+                    self.system.reset()
+                    return
             self.iterate()
         raise TimeoutError(f"no SMP within {MAX_WARM_UP} iterations")
 
 
 def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
-    """A block of iterations: their rows, and what they took of processors and memory."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "launch"))
-    with open(os.devnull, "w") as null:  # what systems print hides the progress
+    """A block of iterations: their rows, and the processor time and memory that they took."""
+    with open(os.devnull, "w") as null:  # output of systems would hide the progress
         os.dup2(null.fileno(), 1)
         os.dup2(null.fileno(), 2)
     # Processes that a system detaches count, too.
@@ -291,34 +184,33 @@ def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
     dist.barrier()
     cpu_secs, begin = tree_cpu_secs(os.getpid()), time.perf_counter()
     rows = [training.iterate() for _ in range(block.iterations)]
-    whole_secs, cpu_secs = time.perf_counter() - begin, tree_cpu_secs(os.getpid()) - cpu_secs
+    secs, cpu_secs = time.perf_counter() - begin, tree_cpu_secs(os.getpid()) - cpu_secs
     dist.barrier()
     memory_bytes = tree_memory_bytes(os.getpid(), block.arena) + (disk_bytes(Path(block.arena)) if rank == 0 else 0)
     dist.barrier()
-    found = {
-        "rows": rows, "secs": whole_secs, "cpu_secs": cpu_secs, "memory_bytes": memory_bytes,
-        "nbytes": training.nbytes, "notes": training.system.notes(), "stored_secs": training.system.stored_secs,
-    }  # fmt: skip
+    found: dict[str, Any] = {"rows": rows, "secs": secs, "cpu_secs": cpu_secs, "memory_bytes": memory_bytes}
+    found |= {"nbytes": training.nbytes, "notes": training.system.notes()}
+    found["stored_secs"] = training.system.stored_secs
     training.system.close()
     dist.barrier()
-    for pid in descendants(os.getpid()):  # what a peer leaves
+    for pid in descendants(os.getpid()):  # left by a peer
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return found
 
 
 def tree_cpu_secs(root: int) -> float:
-    """Processor time of a process and of all that it has started, those that have ended among them."""
+    """Processor time of a process and of all that it has started, including those that have ended."""
     ticks = sum(sum(map(int, _stat(pid)[11:15])) for pid in (root, *descendants(root)))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def tree_memory_bytes(root: int, but: str) -> int:
-    """Anonymous and shared memory of a process and of all below it, each page shared out among those that map it,
-    without what lies in the folder ``but``."""
+def tree_memory_bytes(root: int, excluded: str) -> int:
+    """Anonymous and shared memory of a process and of all below it, without files in the folder ``excluded``. A page
+    that several processes map is divided among them."""
     total = 0
     for pid in (root, *descendants(root)):
-        is_outside = True
+        is_counted = True
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
                 if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
@@ -326,14 +218,14 @@ def tree_memory_bytes(root: int, but: str) -> int:
             for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
                 name, *rest = line.split()
                 if not name.endswith(":"):
-                    is_outside = but not in line
-                elif name == "Pss:" and not is_outside:
+                    is_counted = excluded not in line
+                elif name == "Pss:" and not is_counted:
                     total -= int(rest[0]) << 10
     return total
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below one."""
+    """The processes below one."""
     parents = {int(name): int(_stat(int(name))[1]) for name in os.listdir("/proc") if name.isdigit()}
     found = [root]
     for pid in found:
@@ -342,7 +234,7 @@ def descendants(root: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc behind the name; of a process that has ended zeros."""
+    """Fields of /proc after the name; zeros if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,9 +1,9 @@
-"""What a snapshot per iteration costs on one device: ftckpt's schedules, its peers and plain copies, side by side.
+"""The cost of a snapshot per iteration on one device: ftckpt's schedules, its peers and plain copies.
 
     python benchmarks/device.py --out DIR
 
 One process. Each system takes turns with ``off`` in blocks of iterations; the table has medians of pairs. README.md
-describes its columns. The exit code is 1 where a goal is missed, with a line for each. It also runs on a CPU
+describes its columns. The exit code is 1 if a goal is missed, with a line for each. It also runs on a CPU
 (``--device cpu --tiny``), where its numbers mean nothing and no goal counts.
 """
 
@@ -24,27 +24,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "launch"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-# First: where the working folder has another revision's ftckpt, that is measured.
+# First: if the working folder has another revision's ftckpt, that is measured.
 sys.path.insert(0, os.getcwd())
 
 import ftckpt
-from benchmarks.common import ROOT, environment, scratch
+from benchmarks.common import ROOT, environment, print_table, scratch
 from benchmarks.device_jobs import CASES, JOBS, Job
 from benchmarks.device_systems import PEERS, SYSTEMS, Ftckpt
 from benchmarks.systems import System
 
-DEFAULT_SYSTEMS = (
-    "nothing", "plain-batch", "bubble-smp", "bubble", "lm-resiliency", "dcp-stage", "torch_checkpointing", "plain",
-)  # fmt: skip
+DEFAULT_SYSTEMS = "nothing,plain-batch,bubble-smp,bubble,lm-resiliency,dcp-stage,torch_checkpointing,plain"
 """Both cases of them take seven minutes of an H200."""
 NOISE, OURS = "nothing", "bubble-smp"
 MAX_RATIO = 1.005
-COLUMNS = (
-    "job", "case", "system", "off_ms", "ratio", "q1..q3", "blocked", "most", "cpu", "launch+", "waits", "opt+",
-    "wait+", "gap_b", "gap_f", "GB/s", "host_cpu+",
-)  # fmt: skip
+HEADS = ["off_ms", "ratio", "q1..q3", "blocked", "most", "cpu", "launch+", "waits"]
+HEADS += ["opt+", "wait+", "gap_b", "gap_f", "GB/s", "host_cpu+"]
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -55,7 +50,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     for flag, default, text in (
         ("cases", "launch,compute", ",".join(CASES)),
         ("jobs", "plain", ",".join(JOBS)),
-        ("systems", ",".join(DEFAULT_SYSTEMS), ",".join(SYSTEMS)),
+        ("systems", DEFAULT_SYSTEMS, ",".join(SYSTEMS)),
         ("rounds", 3, "of both blocks"),
         ("each", 4, "iterations of a block that count"),
         ("out", os.environ.get("OUT", "."), "folder for device.json"),
@@ -63,7 +58,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     ):
         kind, help_ = type(default), f"{text}; default: {default}"
         parser.add_argument("--" + flag, type=kind, default=default, help=help_)
-    parser.add_argument("--tiny", action="store_true", help="one small case in place of --cases")
+    parser.add_argument("--tiny", action="store_true", help="one small case instead of --cases")
     return parser.parse_args(argv)
 
 
@@ -73,35 +68,36 @@ def machine_cpu_secs() -> float:
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
-class Blocks:
-    """Iterations of one kind, ``off`` or with the system, and the CPU time of them."""
+class Side:
+    """Iterations of one kind, ``off`` or with the system, and their processor time."""
 
-    def __init__(self) -> None:
+    def __init__(self, system: System | None) -> None:
+        self._system = system
         self.rows: list[dict[str, float]] = []
         self._machine_secs: list[float] = []
         self._process_secs: list[float] = []
 
-    def run(self, job: Job, system: System | None, each: int) -> None:
+    def run(self, job: Job, each: int) -> None:
         """One block; its first iteration does not count."""
-        job.iterate(system)
+        job.iterate(self._system)
         machine, process = machine_cpu_secs(), time.process_time()
-        self.rows += [job.iterate(system) for _ in range(each)]
+        self.rows += [job.iterate(self._system) for _ in range(each)]
         self._machine_secs.append((machine_cpu_secs() - machine) / each)
         self._process_secs.append((time.process_time() - process) / each)
-        if system is not None:
-            system.fence()
+        if self._system is not None:
+            self._system.fence()
 
     def cpu_ms(self) -> tuple[float, float]:
-        """Of an iteration: the machine's and this process's."""
+        """The machine's and this process's, per iteration."""
         return statistics.median(self._machine_secs) * 1e3, statistics.median(self._process_secs) * 1e3
 
 
 def measure(job: Job, system: System, rounds: int, each: int) -> dict[str, Any]:
     """Blocks of ``off`` and of the system in turn, compared by pairs of iterations."""
-    off, on = Blocks(), Blocks()
-    for round_ in range(rounds):
-        for blocks in (off, on) if round_ % 2 == 0 else (on, off):
-            blocks.run(job, system if blocks is on else None, each)
+    off, on = Side(None), Side(system)
+    for number in range(rounds):
+        for side in (off, on) if number % 2 == 0 else (on, off):
+            side.run(job, each)
     pairs = list(zip(on.rows, off.rows, strict=True))
     ratios = sorted(with_it["total"] / without["total"] for with_it, without in pairs)
     more = {key: statistics.median(a[key] - b[key] for a, b in pairs) for key in on.rows[0]}
@@ -110,21 +106,25 @@ def measure(job: Job, system: System, rounds: int, each: int) -> dict[str, Any]:
     (machine_on, process_on), (machine_off, process_off) = on.cpu_ms(), off.cpu_ms()
     return {
         "ratio": statistics.median(ratios),
-        "ratio_quarter": ratios[len(ratios) // 4], "ratio_three_quarters": ratios[-1 - len(ratios) // 4],
+        "ratio_quarter": ratios[len(ratios) // 4],
+        "ratio_three_quarters": ratios[-1 - len(ratios) // 4],
         "off_ms": statistics.median(row["total"] for row in off.rows) * 1e3,
-        "more_ms": {key: secs * 1e3 for key, secs in more.items()}, "waits_more": waits,
-        "blocked_ms": statistics.median(blocked) * 1e3, "blocked_ms_most": max(blocked) * 1e3,
+        "more_ms": {key: secs * 1e3 for key, secs in more.items()},
+        "waits_more": waits,
+        "blocked_ms": statistics.median(blocked) * 1e3,
+        "blocked_ms_most": max(blocked) * 1e3,
         "blocked_cpu_ms": statistics.median(row["blocked_cpu"] for row in on.rows) * 1e3,
-        "machine_cpu_ms_more": machine_on - machine_off, "process_cpu_ms_more": process_on - process_off,
+        "machine_cpu_ms_more": machine_on - machine_off,
+        "process_cpu_ms_more": process_on - process_off,
         "notes": system.notes(),
         "totals_ms": {
-            name: [round(row["total"] * 1e3, 3) for row in blocks.rows] for name, blocks in (("off", off), ("on", on))
+            name: [round(row["total"] * 1e3, 3) for row in side.rows] for name, side in (("off", off), ("on", on))
         },
-    }  # fmt: skip
+    }
 
 
 def run_system(job: Job, name: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The row of one system; where it fails, its error."""
+    """The row of one system; if it fails, its error."""
     kind, options = SYSTEMS[name]
     system, row = None, dict[str, Any]()
     try:
@@ -150,15 +150,15 @@ def run_system(job: Job, name: str, folder: str, args: argparse.Namespace) -> di
 
 
 class Run:
-    """All jobs, cases and systems that were asked for; ``device.json`` has a row as soon as it is there."""
+    """All jobs, cases and systems of the command; ``device.json`` has each row when it is measured."""
 
     def __init__(self, args: argparse.Namespace, folder: str) -> None:
         self._args, self._folder, self._begin_secs = args, folder, time.monotonic()
         self._device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-        self.out: dict[str, Any] = {
-            "benchmark": "device", "environment": environment(sys.argv[1:], "benchmarks/device.py"),
-            "package": os.path.relpath(ftckpt.__path__[0], ROOT), "rows": {},
-        }  # fmt: skip
+        self.rows: dict[str, dict[str, Any]] = {}
+        about = environment(sys.argv[1:], "benchmarks/device.py")
+        package = os.path.relpath(ftckpt.__path__[0], ROOT)
+        self._out = {"benchmark": "device", "environment": about, "package": package, "rows": self.rows}
 
     def measure(self) -> None:
         cases = ["tiny"] if self._args.tiny else self._args.cases.split(",")
@@ -170,27 +170,27 @@ class Run:
                 torch.cuda.empty_cache()
 
     def _measure_case(self, kind: str, case: str, until_secs: float) -> None:
-        job, args, rows = JOBS[kind](case, self._device), self._args, self.out["rows"]
+        job = JOBS[kind](case, self._device)
         gigabytes = sum(t.nbytes for t in job.tensors.values()) / 1e9
-        rows[f"{kind}/{case}/job"] = {"error": f"{gigabytes:.3f} GB, {job.num_micros} micro-batches"}
-        for number, name in enumerate(args.systems.split(",")):
+        self.rows[f"{kind}/{case}/job"] = {"error": f"{gigabytes:.3f} GB, {job.num_micros} micro-batches"}
+        for number, name in enumerate(self._args.systems.split(",")):
             if kind == "megatron" and SYSTEMS[name][0] not in (System, Ftckpt):
                 continue
             key, begin = f"{kind}/{case}/{name}", time.monotonic()
             if begin - self._begin_secs < until_secs:
-                row = run_system(job, name, f"{self._folder}/{kind}{case}{number}", args)
+                row = run_system(job, name, f"{self._folder}/{kind}{case}{number}", self._args)
             else:
                 row = {"error": "left out: no time"}
-            rows[key] = row | {"took_secs": time.monotonic() - begin}
-            print(key, json.dumps({k: v for k, v in rows[key].items() if k != "totals_ms"}), flush=True)
+            self.rows[key] = row | {"took_secs": time.monotonic() - begin}
+            print(key, json.dumps({k: v for k, v in self.rows[key].items() if k != "totals_ms"}), flush=True)
             self.write()
 
     def write(self) -> None:
-        Path(self._args.out, "device.json").write_text(json.dumps(self.out, indent=1) + "\n")
+        Path(self._args.out, "device.json").write_text(json.dumps(self._out, indent=1) + "\n")
 
 
 def missed(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each goal that does not hold; systems that did not run are not compared."""
+    """A line per missed goal; systems that did not run are not compared."""
     lines = []
     for place in dict.fromkeys(key.rpartition("/")[0] for key in rows):
         found = {name: row for name in SYSTEMS if "ratio" in (row := rows.get(f"{place}/{name}", {}))}
@@ -201,7 +201,7 @@ def missed(rows: dict[str, dict[str, Any]]) -> list[str]:
         if ours["ratio"] > max(MAX_RATIO, noise["ratio_three_quarters"]):
             lines.append(f"{place}: an iteration takes {ours['ratio']:.4f}, more than {MAX_RATIO}")
         if not ours.get("exact"):
-            lines.append(f"{place}: what was restored is not what was there")
+            lines.append(f"{place}: the restored state differs")
         lines += [
             f"{place}: {OURS} blocks {ours['blocked_ms']:.2f} ms, {name} {row['blocked_ms']:.2f}"
             for name, row in found.items()
@@ -211,11 +211,11 @@ def missed(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Print the table; a row without numbers has its error in their place."""
-    lines = [[*COLUMNS]]
+    """Prints the table, the errors of rows without numbers, and the parts of restores."""
+    lines = []
     for key, row in rows.items():
         if "ratio" not in row:
-            lines.append([*key.split("/"), row.get("error", "?")[:70]])
+            print(f"{key}: {row.get('error', '?')[:70]}")
             continue
         more, notes = row["more_ms"], row["notes"]
         numbers = [row["blocked_ms"], row["blocked_ms_most"], row["blocked_cpu_ms"], more.get("launch", 0.0)]
@@ -223,11 +223,8 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
         numbers += [more.get(name, 0.0) for name in ("optimizer", "wait", "gap_boundary", "gap_fence")]
         quartiles = f"{row['ratio_quarter']:.3f}..{row['ratio_three_quarters']:.3f}"
         texts = [f"{row['off_ms']:.1f}", f"{row['ratio']:.4f}", quartiles, *(f"{number:.2f}" for number in numbers)]
-        texts += [f"{notes.get('gb_per_sec', 0.0):.1f}", f"{row['machine_cpu_ms_more']:.0f}"]
-        lines.append([*key.split("/"), *texts])
-    widths = [max(len(line[at]) for line in lines if len(line) == len(COLUMNS)) for at in range(len(COLUMNS))]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=False)))
+        lines.append([key, *texts, f"{notes.get('gb_per_sec', 0.0):.1f}", f"{row['machine_cpu_ms_more']:.0f}"])
+    print_table(["job/case/system", *HEADS], lines)
     for key, row in rows.items():
         if "restored" in row:
             parts = (f"{part} {secs * 1e3:.1f}" for part, secs in row["restored"]["part_secs"].items())
@@ -235,6 +232,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Measures and prints the table; returns the exit code."""
     args = parse_args(argv)
     on_cuda = args.device == "cuda"
     if on_cuda:
@@ -254,9 +252,9 @@ def main(argv: list[str]) -> int:
             run.measure()
         finally:
             run.write()
-    show(run.out["rows"])
+    show(run.rows)
     print(f"{time.monotonic() - begin:.0f} s")
-    lines = [] if args.tiny else missed(run.out["rows"])
+    lines = [] if args.tiny else missed(run.rows)
     for line in lines:
         print(f"MISSED: {line}", file=sys.stderr)
     return int(bool(lines))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-import warnings
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from train_plain import Block
+
+from benchmarks import jobs
+from benchmarks.jobs import import_script
 
 
 class Case(NamedTuple):
@@ -41,8 +43,9 @@ class GPT(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
+        block = import_script("train_plain").Block
         self.token, self.position = nn.Embedding(case.words, case.hidden), nn.Embedding(case.tokens, case.hidden)
-        self.blocks = nn.ModuleList(Block(case.hidden, case.heads, 0.0) for _ in range(case.layers))
+        self.blocks = nn.ModuleList(block(case.hidden, case.heads, 0.0) for _ in range(case.layers))
         self.norm = nn.LayerNorm(case.hidden)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -50,23 +53,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.token.weight)
-
-
-class Counters:
-    """The iteration, as an object of the state."""
-
-    iteration = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"iteration": self.iteration}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.iteration = state["iteration"]
-
-
-def switches() -> int:
-    """How often this thread has waited, for the GIL above all: voluntary context switches."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 class _Marks:
@@ -81,7 +67,8 @@ class _Marks:
             self._events[len(self._secs)].record()
         self._secs.append(time.perf_counter())
         self._cpu_secs.append(time.thread_time())
-        self._switches.append(switches())
+        # Voluntary: how often this thread has waited, mostly for the GIL.
+        self._switches.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw)
 
     def row(self) -> dict[str, float]:
         """Seconds by part, and the waits between boundary and fence."""
@@ -90,126 +77,112 @@ class _Marks:
         row |= {"total": secs[-1] - secs[0], "blocked_cpu": cpu[1] - cpu[0] + cpu[3] - cpu[2]}
         row["waits"] = self._switches[2] - self._switches[1]
         if self._events:
-            row["gap_boundary"], row["gap_fence"] = (
-                self._events[at].elapsed_time(self._events[at + 1]) / 1e3 for at in (0, 2)
-            )
+            gaps = (self._events[at].elapsed_time(self._events[at + 1]) / 1e3 for at in (0, 2))
+            row["gap_boundary"], row["gap_fence"] = gaps
         return row
 
 
-class PlainJob:
+class PlainJob(jobs.TrainingJob):
     """A GPT in plain torch: fp32 weights and moments, bf16 compute, gradients accumulated over micro-batches."""
-
-    framework = "plain"
 
     def __init__(self, name: str, device: torch.device) -> None:
         case = CASES[name]
-        self.device, self.on_cuda, self.counters = device, device.type == "cuda", Counters()
+        self._device, self.on_cuda, self._iteration = device, device.type == "cuda", 0
         torch.manual_seed(1)
         with torch.device(device):
-            self.net = GPT(case).eval()  # no calls of dropout
-            self.ids = torch.randint(0, case.words, (case.micro_batch, case.tokens + 1))
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-4, fused=self.on_cuda or None)
+            self._net = GPT(case).eval()  # no calls of dropout
+            self._ids = torch.randint(0, case.words, (case.micro_batch, case.tokens + 1))
+        self._optimizer = torch.optim.AdamW(self._net.parameters(), lr=1e-4, fused=self.on_cuda or None)
         self.num_micros = 2
         secs = statistics.median([self.iterate()["total"] for _ in range(5)])
         self.num_micros = max(2, round(2 * case.target_ms / 1e3 / secs))
 
+    @property
+    def iteration(self) -> int:
+        return self._iteration
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [self._optimizer]
+
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What every system copies, by name; delete the attribute where the optimizer has replaced them."""
-        found: dict[str, torch.Tensor] = {}
-        for name, parameter in self.net.named_parameters():
-            state = self.optimizer.state[parameter]
-            found |= {name: parameter.detach(), name + ".m": state["exp_avg"], name + ".v": state["exp_avg_sq"]}
-        return found
+        return _without_scalars(self.optimizer_state())
+
+    def train(self, fence: Callable[[], object] = lambda: None) -> None:
+        self.iterate()
 
     def iterate(self, system: Any = None) -> dict[str, float]:
-        """One iteration, with a snapshot where a system is given; its times in seconds."""
+        """One iteration, with a snapshot if a system is given; its times in seconds."""
         mark = _Marks(self.on_cuda)
         mark()
         if system is not None:
-            system.save(self.counters.iteration)
+            system.save(self._iteration)
         mark()
         loss = self._compute()
         mark()
         if system is not None:
             system.fence()
         mark()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=False)
         mark()
         float(loss.detach())  # as a script does that logs its loss
         mark()
-        self.counters.iteration += 1
+        self._iteration += 1
         return mark.row()
+
+    def _compute(self) -> torch.Tensor:
+        for _ in range(self.num_micros):
+            with torch.autocast(self._device.type, torch.bfloat16):
+                logits = self._net(self._ids[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), self._ids[:, 1:].flatten())
+            loss.backward()
+        return loss
 
     def attach(self, config: Any) -> Any:
         import ftckpt.torch
 
-        return ftckpt.torch.attach(self.net, self.optimizer, None, {"counters": self.counters}, config)
+        return ftckpt.torch.attach(self._net, self._optimizer, None, {"counters": self}, config)
 
     def detach(self) -> None:
         import ftckpt.torch
 
         ftckpt.torch.remove()
 
-    def _compute(self) -> torch.Tensor:
-        for _ in range(self.num_micros):
-            with torch.autocast(self.device.type, torch.bfloat16):
-                logits = self.net(self.ids[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), self.ids[:, 1:].flatten())
-            loss.backward()
-        return loss
+    def state_dict(self) -> dict[str, int]:
+        return {"iteration": self._iteration}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._iteration = state["iteration"]
 
 
-class MegatronJob:
-    """``launch/train_gpt.py`` with one rank, unfused; the fence is ftckpt's own hook on the optimizer."""
-
-    framework = "megatron"
+class MegatronJob(jobs.MegatronJob):
+    """``launch/train_gpt.py`` with one rank, unfused."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        import train_gpt
-
-        warnings.filterwarnings("ignore", module="megatron")
-        case = CASES[name]
-        self.device, self.on_cuda, self._script = device, device.type == "cuda", train_gpt
-        size = [f"--layers={case.layers}", f"--hidden={case.hidden}", f"--heads={case.heads}"]
-        size += [
-            f"--seq={max(case.tokens, 32) * 4}",
-            "--micro-batch=4",
-            f"--global-batch={16 if self.on_cuda else 4}",
-        ]
-        self._job = train_gpt.build(train_gpt.parse_args(size))
-        self.num_micros, self.counters = self._job.num_micro, self._job.progress
+        case, self.on_cuda = CASES[name], device.type == "cuda"
+        size = {"layers": case.layers, "hidden": case.hidden, "heads": case.heads, "seq": max(case.tokens, 32) * 4}
+        size |= {"micro-batch": 4, "global-batch": 16 if self.on_cuda else 4}
+        super().__init__([f"--{flag}={value}" for flag, value in size.items()])
+        self.num_micros = self.job.num_micro
         for _ in range(3):
-            train_gpt.train_step(self._job)
+            self.train()
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What every system copies, by name; delete the attribute where the optimizer has replaced them."""
-        found = {}
-        for optimizer in getattr(self._job.optimizer, "chained_optimizers", [self._job.optimizer]):
-            for index, (parameter, state) in enumerate(optimizer.optimizer.state.items()):
-                values = {"p": parameter.detach(), **state}
-                found |= {f"{index}.{k}": v for k, v in values.items() if torch.is_tensor(v) and v.numel() > 1}
-        return found
+        return _without_scalars(self.optimizer_state())
 
     def iterate(self, system: Any = None) -> dict[str, float]:
-        """One iteration, with a snapshot where a system is given; its times in seconds."""
+        """One iteration, with a snapshot if a system is given; its times in seconds."""
         begin, cpu = time.perf_counter(), time.thread_time()
         if system is not None:
-            system.save(self._job.iteration)
+            system.save(self.iteration)
         row = {"save": time.perf_counter() - begin, "blocked_cpu": time.thread_time() - cpu, "fence": 0.0}
-        self._script.train_step(self._job)
+        self.train()
         if self.on_cuda:
             torch.cuda.synchronize()
         row["total"] = time.perf_counter() - begin
         return row
-
-    def attach(self, config: Any) -> Any:
-        import ftckpt.megatron
-
-        job, objects = self._job, {"data": self._job.data, "progress": self._job.progress}
-        return ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
 
     def detach(self) -> None:
         import ftckpt.megatron
@@ -217,11 +190,15 @@ class MegatronJob:
         ftckpt.megatron.remove()
 
 
+def _without_scalars(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel() > 1}
+
+
 Job = PlainJob | MegatronJob
 JOBS: dict[str, type[PlainJob] | type[MegatronJob]] = {"plain": PlainJob, "megatron": MegatronJob}
 
 
 def synchronize(job: Job) -> None:
-    """Wait for the device, if the job has one."""
+    """Waits for the device, if the job has one."""
     if job.on_cuda:
         torch.cuda.synchronize()

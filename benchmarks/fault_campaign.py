@@ -1,8 +1,8 @@
-"""A campaign of random faults: whatever happens to a job, it comes back right, or says what is missing.
+"""A campaign of random faults: a job restores the right state, or its error names what is missing.
 
-What a trial does, and what must come of it, is in README.md.
+    python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
 
-  python benchmarks/fault_campaign.py --trials 40 --seed 7 --json OUT
+README.md describes a trial and its expected outcomes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from tests.support.mounting import may_mount  # noqa: E402
 from tests.support.pool import RankGroup, RankResult, run_ranks, spawn_ranks  # noqa: E402
 
 KINDS = ("resumed", "refused", "wrong", "hung", "leaked")
-PROTECT = (
-    "auto", "auto", "node", "peer", "node,peer", "replica,peer", "copy,peer", "node,replica,peer", "replica", "copy"
-)  # fmt: skip
-"""Drawn from; what cannot work on the drawn layout is drawn again."""
+PROTECT = ["auto", "auto", "node", "peer", "node,peer", "replica,peer", "copy,peer", "node,replica,peer"]
+PROTECT += ["replica", "copy"]
+"""Drawn from; modes that are impossible on the drawn layout are drawn again."""
 
 # Several processes import torch at once, on few cores.
 _START_SECS = 60.0
@@ -49,17 +48,17 @@ _GRACE_SECS = 70.0
 """Longer than a collective of the pool waits: a child may keep the connections of a rank that has ended."""
 
 _DEADLINE_SECS = 6.0
-"""Of a group whose rank is stopped for half as long again."""
+"""The deadline of a group, one of whose ranks is stopped for 1.5 times as long."""
 _ITERATIONS_AFTER = 60
 """After trouble, until which it must be over."""
 _PROOFS = (1, 2, 4, 8)
-"""Snapshots before which replicas are compared as a whole: what has drifted there comes into none."""
+"""Snapshots before which complete replicas are compared: no snapshot has a drift from before them."""
 _LOST = re.compile(r"^(?:ftckpt\.errors\.)?LostError: (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What was drawn for one trial."""
+    """The random choices of one trial."""
 
     nodes: tuple[str, ...]
     settings: dict[str, Any]
@@ -72,17 +71,17 @@ class Shape:
 
     @property
     def env(self) -> dict[str, str]:
-        """Of all attempts: those of one launcher run."""
+        """Variables of all attempts, which belong to one launcher run."""
         return {"FTCKPT_RUN": self.settings["job"], "TMPDIR": str(Path(self.settings["arena"]) / "tmp")}
 
 
 class TrialError(Exception):
-    """What must not happen to a job that nobody has killed yet."""
+    """A failure of a job that nobody has killed yet."""
 
 
 @dataclass(frozen=True)
 class TrialVerdict:
-    """How a trial ended: one of ``KINDS``; what was done, and what came of it."""
+    """The outcome of a trial, one of ``KINDS``, with its faults."""
 
     kind: str
     shape: Shape
@@ -93,20 +92,17 @@ class TrialVerdict:
 
 
 def draw_shape(dice: random.Random, arena: Path, job: str) -> Shape:
-    """A layout with a way of protecting it that can work there."""
+    """A layout with protection modes that are possible there."""
     while True:
         num_nodes = dice.randint(1, 4)
         per_node = dice.randint(1, max(1, 6 // num_nodes))
         nodes = tuple(f"node{index}" for index in range(num_nodes) for _ in range(per_node))
         losses, group = dice.choice([(1, 0), (1, 0), (1, 2), (2, 0)])
-        settings: dict[str, Any] = {
-            "job": job, "interval": 1, "arena": str(arena), "chunk_size": "64KiB", "objects_size": "1MiB",
-            "events": str(arena / "events"),
-            "protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group,
-            "protect_interval": dice.choice([1, 1, 3]),
-            "start_timeout_secs": 30.0, "protect_timeout_secs": 10.0,
-            "schedule": "thread",
-        }  # fmt: skip
+        settings: dict[str, Any] = {"job": job, "interval": 1, "arena": str(arena), "events": str(arena / "events")}
+        settings |= {"protect": dice.choice(PROTECT), "peer_losses": losses, "peer_group": group}
+        settings |= {"protect_interval": dice.choice([1, 1, 3]), "schedule": "thread"}
+        settings |= {"start_timeout_secs": 30.0, "protect_timeout_secs": 10.0}
+        settings |= {"chunk_size": "64KiB", "objects_size": "1MiB"}
         with contextlib.suppress(ConfigError):
             modes = resolve_modes(settings["protect"], nodes, num_nodes > 1, peer_losses=losses, peer_group=group)
             if modes.names:
@@ -155,7 +151,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
             return "wrong", start, f"started from {sorted(starts, key=str)}, wrong: {sorted(wrong)}"
         # Where all of every node is gone nothing can know of a snapshot: a fresh start is right.
         if start is None and memory.whole >= 0 and not memory.all_lost:
-            return "wrong", start, f"began anew although iteration {memory.whole} was whole"
+            return "wrong", start, f"started from scratch although iteration {memory.whole} was committed"
         if start is not None and memory.doubts(start):
             return "wrong", start, f"iteration {start} is doubtful"
         if promise is not None and promise >= 0 and (start is None or start < promise):
@@ -173,7 +169,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
 
 
 def draw_trouble(dice: random.Random, shape: Shape) -> Trouble:
-    """What training meets while nobody has killed anything yet; of no kind: nothing."""
+    """The trouble of training before any kill; of kind "": none."""
     kinds, world_size = ["", "", "stall", "back", "fork"], len(shape.nodes)
     # These modes alone refuse to start where no rank holds what another does any more.
     may_drift = world_size > 1 and shape.settings["protect"] not in ("replica", "copy")
@@ -229,7 +225,7 @@ def _outlast(dice: random.Random, ranks: RankGroup, progress: Path, shape: Shape
 
 
 def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Sequence[dict[str, Any]]) -> str:
-    """What of a promise about ``trouble`` does not hold; it came at ``reached``, where memory was as ``before``."""
+    """The broken promise about ``trouble``, or ""; it came at ``reached``, when memory was as in ``before``."""
     world_size, drift = len(after.sealed), trouble.iteration
     if trouble.kind == "back":
         off = sum(event["event"] == "turned_off" for event in events)

@@ -1,21 +1,21 @@
-"""Each rung of the ladder of schedules against ftckpt off, on a job whose compute and copies are timed waits.
+"""Each schedule of copies against ftckpt off, on a job whose compute and copies are timed waits.
 
-See ``benchmarks.simulated`` for what is real and what is not.
+``benchmarks.simulated`` describes the simulated parts.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import statistics
 import time
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from benchmarks.common import attach, disk_bytes, read_events, scratch
+from benchmarks.common import scratch, turns
+from benchmarks.jobs import MegatronJob
 from benchmarks.simulated import Listener, SlowCopies, TimedSteps, empty_layers
 from ftckpt.schedule.iteration import IDLE, SCHEDULED, Iteration
 from tests.support.pool import run_ranks
@@ -42,7 +42,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many."""
         return self.tp * self.pp * self.dp
 
     @property
@@ -51,16 +50,14 @@ class Layout:
         return (self.pp - 1) / (self.vpp * self.micro_batches + self.pp - 1)
 
     def argv(self) -> list[str]:
-        """Flags of ``launch/train_gpt.py``. Own output weights: tied ones are reduced in the tail."""
-        numbers = {
-            "tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": self.layers, "hidden": self.hidden, "seq": 16,
-            "micro-batch": 1, "global-batch": self.micro_batches * self.dp, "dropout": 0,
-        }  # fmt: skip
-        return ["--untie", *(word for name, value in numbers.items() for word in (f"--{name}", str(value)))]
+        """Flags of ``launch/train_gpt.py``. Untied output weights: tied ones are reduced in the tail."""
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "layers": self.layers, "hidden": self.hidden}
+        batch = {"seq": 16, "micro-batch": 1, "global-batch": self.micro_batches * self.dp, "dropout": 0}
+        return ["--untie", *(f"--{name}={value}" for name, value in {**sizes, **batch}.items())]
 
 
 def window_share(iteration: Iteration) -> float:
-    """Idle part of the time between the schedule's begin and the fence."""
+    """The idle share of the time from the start of the schedule to the fence."""
     scheduled_secs = iteration.secs_of(SCHEDULED)
     return iteration.secs_of(frozenset({"window", "tail"})) / scheduled_secs if scheduled_secs else 0.0
 
@@ -76,9 +73,8 @@ LAYOUTS = {
 QUICK_LAYOUT = Layout("pp2 dp2", tp=1, pp=2, dp=2, micro_batches=2, layers=2, hidden=128, forward_ms=25.0)
 
 
-@dataclass(frozen=True)
-class Rung:
-    """One way to copy. ``capacity`` is what the windows can take over the bytes; None is ftckpt off."""
+class Rung(NamedTuple):
+    """A schedule of copies. ``capacity``: bytes that the windows can take / bytes of a snapshot; None: ftckpt off."""
 
     schedule: str
     capacity: float | None
@@ -86,11 +82,9 @@ class Rung:
 
     @property
     def name(self) -> str:
-        """In tables."""
         return self.schedule if self.capacity is None else f"{self.schedule} {self.capacity:g}"
 
 
-# Windows that take a fifth more than all bytes, and half of them.
 AMPLE, SCARCE = 1.2, 0.5
 RUNGS = (
     Rung("off", None, 1),
@@ -100,19 +94,18 @@ RUNGS = (
     Rung("bubble", AMPLE, 5),
     Rung("bubble", SCARCE, 5),
 )
-"""Copies find their windows once these have been measured in four iterations: the warm-up of ``bubble``."""
+"""``bubble`` warms up for longer: windows must have been measured in four iterations."""
 MEASURED = 3
-"""Iterations per repeat and rung that count."""
+"""Counted iterations per repeat and rung."""
 
 
 @dataclass
 class Turn:
-    """What one rank saw of one rung in one repeat; ``copied`` are events, one per iteration that counts."""
+    """One repeat of one rung on one rank; ``copied`` has an event per counted iteration."""
 
     rung: str
     secs: list[float]
     nbytes: int = 0
-    host_bytes: int = 0
     settled: bool = True
     blocked_secs: list[float] = field(default_factory=list)
     copied: list[dict[str, Any]] = field(default_factory=list)
@@ -120,33 +113,26 @@ class Turn:
 
 @dataclass
 class Report:
-    """What one rank saw; ``spans`` are (idle with the start, forward, backward, window share) of iterations off."""
+    """The turns of one rank. ``spans``: (idle with the start, forward, backward, window share) of iterations off."""
 
     turns: list[Turn] = field(default_factory=list)
     spans: list[tuple[float, float, float, float]] = field(default_factory=list)
 
     def idle_secs(self) -> float:
-        """What an iteration has, at the median."""
+        """The median idle time of an iteration."""
         return statistics.median(idle for idle, _, _, _ in self.spans)
 
 
 class Runner:
-    """One rank's job and all rungs on it, in turn."""
+    """One rank's job, and all rungs on it in turn."""
 
     def __init__(self, layout: Layout, interference: float, folder: Path) -> None:
-        import train_gpt
-
-        warnings.filterwarnings("ignore", module="megatron")
-        self._step = train_gpt.train_step
-        self._job = train_gpt.build(train_gpt.parse_args(layout.argv()))
-        self._layout = layout
-        self._folder = folder
-        self._interference = interference
-        self._copies = SlowCopies()
+        self._job, self._layout, self._folder = MegatronJob(layout.argv()), layout, folder
+        self._interference, self._copies, self._rank = interference, SlowCopies(), dist.get_rank()
         forward = layout.forward_ms / 1e3
-        self._timers = self._job.config.timers = TimedSteps(forward, BACKWARD * forward, self._copies)
-        empty_layers(self._job.model)
-        self._step(self._job)
+        self._timers = self._job.job.config.timers = TimedSteps(forward, BACKWARD * forward, self._copies)
+        empty_layers(self._job.job.model)
+        self._job.train()
         self.report = Report()
 
     def run(self, rung: Rung, name: str) -> None:
@@ -155,23 +141,29 @@ class Runner:
         if rung.capacity is None:
             self._run_off(rung)
             return
-        # Without a stream of their own copies stand in training's queue: compute waits for all of them.
+        # Without a stream of their own copies are queued with training: compute waits for all of them.
         self._timers.interference = 1.0 if rung.schedule == "thread" else self._interference
-        checkpointer = attach(
-            self._job, self._folder, name, schedule=rung.schedule, chunk_size=self._layout.chunk_size,
-            overhead_budget=0.0, objects_size="1MiB",
-        )  # fmt: skip
-        rank = dist.get_rank()
-        nbytes = read_events(self._folder, name, rank, "plan")[-1]["copied_bytes"]
+        checkpointer = self._job.start(self._config(rung, name))
+        nbytes = self._events(name, "plan")[-1]["copied_bytes"]
         self._copies.bytes_per_sec = rung.capacity * nbytes / self.report.idle_secs()
         turn = Turn(rung.name, self._iterate(checkpointer, rung), nbytes)
-        # Every rank's arena is there and filled when rank 0 counts; none is removed before it has.
-        dist.barrier()
-        turn.host_bytes = disk_bytes(self._folder / "arena") if rank == 0 else 0
-        dist.barrier()
         checkpointer.close()
-        self._note(turn, name, rank)
+        self._add_events(turn, name)
         self.report.turns.append(turn)
+
+    def _config(self, rung: Rung, name: str) -> Any:
+        from ftckpt.config import Config
+
+        (self._folder / "arena").mkdir(exist_ok=True)
+        places = {
+            "job": name,
+            "node": "node",
+            "arena": str(self._folder / "arena"),
+            "events": str(self._folder / name),
+        }
+        costs = {"interval": 1, "overhead_budget": 0.0, "protect": "none", "replica_check_interval": 0}
+        sizes = {"chunk_size": self._layout.chunk_size, "objects_size": "1MiB"}
+        return Config(enabled=True, on_error="raise", schedule=rung.schedule, **places, **costs, **sizes)
 
     def _run_off(self, rung: Rung) -> None:
         import ftckpt.megatron
@@ -179,54 +171,56 @@ class Runner:
 
         listener = Listener()
         hooks.install()
-        hooks.follow(listener, self._job.optimizer, None)  # type: ignore[arg-type]
+        hooks.follow(listener, self._job.job.optimizer, None)  # type: ignore[arg-type]
         secs = self._iterate(listener, rung)
         ftckpt.megatron.remove()
         self.report.turns.append(Turn(rung.name, secs))
         for iteration in listener.iterations[rung.warm_up :]:
-            idle, forward, backward = (
-                iteration.secs_of(kinds) for kinds in (IDLE, frozenset({"forward"}), frozenset({"backward"}))
-            )
+            kinds = (IDLE, frozenset({"forward"}), frozenset({"backward"}))
+            idle, forward, backward = (iteration.secs_of(kind) for kind in kinds)
             self.report.spans.append((idle, forward, backward, window_share(iteration)))
 
     def _iterate(self, checkpointer: Any, rung: Rung) -> list[float]:
-        """Train; returns the seconds of the iterations that count, boundary to boundary."""
+        """Trains; returns the seconds of the counted iterations, from boundary to boundary."""
         secs = []
         for _ in range(rung.warm_up + MEASURED):
             begin = time.perf_counter()
             checkpointer.step(self._job.iteration)
-            self._step(self._job)
+            self._job.train()
             secs.append(time.perf_counter() - begin)
             self._copies.clear()
-        checkpointer.step(self._job.iteration)  # the last iteration is told of at its end
+        checkpointer.step(self._job.iteration)  # it reports the last iteration
         return secs[rung.warm_up :]
 
-    def _note(self, turn: Turn, name: str, rank: int) -> None:
-        last = self._job.iteration
-        events = read_events(self._folder, name, rank)
-        copied = {e["iteration"]: e for e in events if e["event"] == "copied"}
-        turn.copied = [copied[iteration] for iteration in range(last - MEASURED, last)]
-        blocked = {e["iteration"]: e["blocked_secs"] for e in events if e["event"] == "snapshot"}
-        turn.blocked_secs = [blocked[iteration] for iteration in range(last - MEASURED, last)]
+    def _events(self, name: str, kind: str) -> list[dict[str, Any]]:
+        lines = (self._folder / name / f"rank{self._rank}.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def _add_events(self, turn: Turn, name: str) -> None:
+        counted = range(self._job.iteration - MEASURED, self._job.iteration)
+        copied = {event["iteration"]: event for event in self._events(name, "copied")}
+        blocked = {event["iteration"]: event["blocked_secs"] for event in self._events(name, "snapshot")}
+        turn.copied = [copied[iteration] for iteration in counted]
+        turn.blocked_secs = [blocked[iteration] for iteration in counted]
         if turn.rung.startswith("bubble"):
-            plans = [e for e in events if e["event"] == "planned" and e["time"] < turn.copied[0]["time"]]
+            plans = [event for event in self._events(name, "planned") if event["time"] < turn.copied[0]["time"]]
             turn.settled = bool(plans) and plans[-1]["measured"]
 
 
-def measure(rank: int, world_size: int, layout: Layout, args: argparse.Namespace, folder: Path) -> Report:
-    """One rank's run. In each repeat ftckpt off comes first, and the other rungs begin with another one."""
-    runner = Runner(layout, args.interference, folder)
-    off, *others = RUNGS
-    for repeat in range(args.repeats):
-        # A machine that warms up or slows down in a repeat would otherwise favour the same rung each time.
-        first = repeat % len(others)
-        for rung in (off, *others[first:], *others[:first]):
+def measure(rank: int, world_size: int, how: tuple[Layout, int, float], folder: Path) -> Report:
+    """One rank's run. In each repeat ftckpt off comes first, and the other rungs start with another one: a machine
+    that changes its speed in a repeat would otherwise favour the same rung each time."""
+    layout, repeats, interference = how
+    runner = Runner(layout, interference, folder)
+    for repeat in range(repeats):
+        for rung in (RUNGS[0], *turns(RUNGS[1:], repeat)):
             runner.run(rung, f"{rung.name.replace(' ', '-')}-{repeat}")
     return runner.report
 
 
-def run_layout(layout: Layout, args: argparse.Namespace) -> list[Report]:
-    """All rungs on one layout; returns what each rank saw."""
-    with scratch(args.arena) as [folder]:
-        results = run_ranks(measure, layout.ranks, layout, args, folder, timeout_secs=TIMEOUT_SECS)
+def run_layout(layout: Layout, repeats: int, interference: float, arena: Path) -> list[Report]:
+    """All rungs on one layout; the report of each rank."""
+    with scratch(arena) as [folder]:
+        how = layout, repeats, interference
+        results = run_ranks(measure, layout.ranks, how, folder, timeout_secs=TIMEOUT_SECS)
     return [result.value for result in results]

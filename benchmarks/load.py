@@ -1,13 +1,13 @@
-"""How fast a state comes back to a job that is ready: from memory, parity and storage, by ftckpt and by peers.
+"""The time to load a state into a job that is ready: from memory, parity and storage, by ftckpt and by peers.
 
     python benchmarks/load.py --json FILE
 
-The same job on both sides, its tensors in place; a load ends when the bytes are in them. What a peer saved, and what
-was converted for it, is there before. ``disk``: files out of the page cache, which is checked. ``nfs``: the same, and
-all ranks together read so many bytes a second from that disk, by a limit of a cgroup. Each side loads once in each
-process, and ftckpt verifies every byte; free memory was touched before, see ``load_jobs``.
+The same job on both sides, its tensors allocated; a load ends when the bytes are in them. Peers save and convert
+before. ``disk``: files out of the page cache, which is checked. ``nfs``: the same, and a cgroup limits the
+rate at which all ranks together read from that disk. Each side loads once in each process, and ftckpt verifies every
+byte; free memory is touched before, see ``load_jobs``.
 
-The exit code is 1 where a goal is missed, with a line for each.
+The exit code is 1 if a goal is missed, with a line for each.
 """
 
 from __future__ import annotations
@@ -24,53 +24,52 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import load_jobs, slow_storage
-from benchmarks.common import conclude, environment, parser_of, print_table, scratch, write_json
-from benchmarks.load_frameworks import FRAMEWORKS
-from benchmarks.load_jobs import Case, Place
+from benchmarks.common import conclude, environment, parser_of, print_table, scratch, turns, write_json
+from benchmarks.load_jobs import FRAMEWORKS, Case, Place
 from ftckpt.memory.directory import clean_job, end_smp, job_node_path, list_arenas
 from tests.support.pool import run_ranks
 
 LAYOUTS = ("same", "other")
 TIMEOUT_SECS = 240.0
 END_SECS = 20.0
-LEAST_RATIO = 12.0
-"""Of a restart from the storage that gives so many bytes a second, to one from memory."""
+MIN_RATIO = 12.0
+"""A restart from the slow storage / one from memory."""
 
 Row = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Arguments for the model's size; MB/s of the slow storage; repeats."""
+    """Layers and width of the model; MB/s of the slow storage; repeats."""
 
-    model: Sequence[str]
+    layers: int
+    hidden: int
     nfs_mb: float
     repeats: int
 
 
-FULL = Sizes(("--layers", "4", "--hidden", "1024"), 200.0, 5)
-QUICK = Sizes(("--layers", "4", "--hidden", "64"), 20.0, 1)
+FULL = Sizes(4, 1024, 200.0, 5)
+QUICK = Sizes(4, 64, 20.0, 1)
 
 
 class Ground:
-    """Where one framework's files lie: what was left, and a new arena for each restart."""
+    """One framework's files: its saved state, and a new arena for each restart."""
 
     def __init__(self, tmpfs: Path, disk: Path, case: Case, limit: str) -> None:
-        self.case, self.framework = case, FRAMEWORKS[case.framework]
+        self.case, self.framework, self.limit = case, FRAMEWORKS[case.framework], limit
         self.tmpfs, self.disk = tmpfs / case.framework, disk / case.framework
         self.arena, self.kept, self.storage = self.tmpfs / "arena", self.tmpfs / "kept", self.disk / "storage"
         places = {"tmpfs": Place(str(self.tmpfs / "peer")), "disk": Place(str(self.disk / "peer"), True)}
-        self.limit = limit
         self.peer = places | ({"nfs": Place(str(self.disk / "peer"), True, limit)} if limit else {})
         for folder in (self.arena, self.storage):
             folder.mkdir(parents=True)
 
     @property
     def node_dir(self) -> Path:
-        """Of the arenas."""
+        """The directory of the arenas."""
         return job_node_path(self.arena, "load", "node")
 
     def leave(self) -> None:
-        """What everyone is to load."""
+        """Saves the state for all loads."""
         raw, made = self.disk / "raw", self.disk / "peer"
         settings = {"arena": str(self.arena), "protect": "node", "persist": str(self.storage), "persist_interval": 1}
         self._run(load_jobs.leave, self.case, settings, str(raw))
@@ -78,11 +77,11 @@ class Ground:
         shutil.rmtree(raw, ignore_errors=True)
         shutil.copytree(made, self.tmpfs / "peer")
         if not end_smp(self.node_dir, END_SECS):
-            raise RuntimeError(f"the SMP of {self.node_dir} does not end")
+            raise RuntimeError(f"the SMP of {self.node_dir} did not stop")
         self.arena.rename(self.kept)
 
     def restart(self, layout: str, source: str) -> Row:
-        """By ftckpt."""
+        """A restart by ftckpt."""
         events = self.disk / "events"
         place = {"disk": Place(str(self.storage), True), "nfs": Place(str(self.storage), True, self.limit)}
         settings = {"arena": str(self.arena), "protect": "none", "events": str(events)}
@@ -90,7 +89,7 @@ class Ground:
             self.arena.mkdir()
             settings |= {"persist": str(self.storage), "persist_interval": 1 << 30}
         else:
-            # No holes: in a job's arenas all slots have their memory, and a restart would have to fill them.
+            # No holes: in a job's arenas all slots have memory, and a restart would have to allocate it.
             subprocess.run(["cp", "-a", "--sparse=never", str(self.kept), str(self.arena)], check=True)
         if source == "parity":
             shutil.rmtree(list_arenas(self.node_dir)[0])
@@ -107,17 +106,17 @@ class Ground:
         return {**row, "found": ranks[0]["source"]}
 
     def load(self, layout: str) -> list[Row]:
-        """By the peer."""
+        """Loads by the peer."""
         case, rows = self.case._replace(layout=layout), []
         for source, place in self.peer.items():
             ranks = self._run(load_jobs.load, case, place, layout=layout)
             secs, cpu_secs = max(one[0] for one in ranks), sum(one[1] for one in ranks)
-            row = {"who": self.framework.peer, "layout": layout, "source": source}
+            row = {"who": self.framework.peer.name, "layout": layout, "source": source}
             rows.append({**row, "secs": secs, "whole_secs": secs, "cpu_secs": cpu_secs})
         return rows
 
     def read(self) -> list[Row]:
-        """By nobody: how fast the files of the peer can be read at all."""
+        """Plain reads of the peer's files: the limit."""
         places = [place for source, place in self.peer.items() if source != "tmpfs"]
         (found,) = self._run(load_jobs.read, places, ranks=1)
         row = {"who": "plain read", "layout": "same"}
@@ -128,19 +127,18 @@ class Ground:
         ]
 
     def rows(self, number: int) -> list[Row]:
-        """One repeat: everyone's turn, in another order than the time before."""
+        """One repeat: all sides, in another order than in the one before."""
         sources = ("memory", "parity", "disk", *(["nfs"] if self.limit else []))
-        turns = [
+        sides: list[Callable[[], list[Row]]] = [
             *(lambda at=(layout, source): [self.restart(*at)] for layout in LAYOUTS for source in sources),
             *(lambda at=layout: self.load(at) for layout in LAYOUTS),
             self.read,
         ]
-        shift = number % len(turns)
-        rows = [row for turn in [*turns[shift:], *turns[:shift]] for row in turn()]
+        rows = [row for side in turns(sides, number) for row in side()]
         return [{"framework": self.case.framework, "repeat": number, **row} for row in rows]
 
     def close(self) -> None:
-        """Remove all of it."""
+        """Removes everything."""
         for arena in (self.arena, self.kept):
             if arena.exists():
                 clean_job(arena, "load")
@@ -165,7 +163,7 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def verdict(found: Sequence[Row]) -> list[str]:
-    """Which goals are missed, and by how much. What counts of ftckpt is the whole ``restore``."""
+    """A line per missed goal. For ftckpt the complete ``restore`` counts."""
     missed = []
     secs = {
         (one["framework"], one["layout"], "ftckpt" if one["who"] == "ftckpt" else "peer", one["source"]): one
@@ -176,15 +174,15 @@ def verdict(found: Sequence[Row]) -> list[str]:
         if who != "ftckpt":
             continue
         name = f"{framework}, {layout} layout, {source}"
-        # Memory against the peer at its best.
+        # From memory, against the peer at its best.
         peer = secs.get((framework, layout, "peer", source), secs[framework, layout, "peer", "tmpfs"])
         if source != "parity" and one["whole_secs"] > peer["whole_secs"]:
             missed.append(f"{name}: {one['whole_secs']:.2f} s, {peer['who']} {peer['whole_secs']:.2f} s")
         slow = secs.get((framework, layout, "ftckpt", "nfs"), {})
         if source == "memory" and "whole_secs" in slow:
             ratio = slow["whole_secs"] / one["whole_secs"]
-            if ratio < LEAST_RATIO:
-                missed.append(f"{name}: {ratio:.1f} times faster than from nfs; the goal is {LEAST_RATIO:.0f}")
+            if ratio < MIN_RATIO:
+                missed.append(f"{name}: {ratio:.1f} times faster than from nfs; the goal is {MIN_RATIO:.0f}")
     return missed
 
 
@@ -201,27 +199,22 @@ def show(found: Sequence[Row]) -> None:
 
 
 def measure(grounds: Sequence[Ground], repeats: int, keep: Callable[[Mapping[str, Any]], None]) -> None:
-    """All rows, a framework after the other: what is compared takes turns. ``keep`` gets what is known by then after
-    each repeat, which may take minutes."""
+    """Measures one framework after the other. ``keep`` gets all rows after each repeat, which may take minutes."""
     rows: list[Row] = []
     stored = {}
     for ground in grounds:
         name = ground.case.framework
         try:
             ground.leave()
-            stored[name] = {
-                "ftckpt": _bytes_of(ground.storage),
-                ground.framework.peer: _bytes_of(ground.disk / "peer"),
-            }
+            peer = {ground.framework.peer.name: _bytes_of(ground.disk / "peer")}
+            stored[name] = {"ftckpt": _bytes_of(ground.storage), **peer}
             for repeat in range(repeats):
-                rows += ground.rows(repeat)
+                found = ground.rows(repeat)
+                rows += found
                 keep({"stored_bytes": stored, "rows": rows})
-                line = ", ".join(
-                    f"{row['who']} {row['layout']} {row['source']} {row['whole_secs']:.2f} s"
-                    for row in rows
-                    if row["framework"] == name and row["repeat"] == repeat
-                )
-                print(f"repeat {repeat + 1} of {repeats}, {name}: {line}", file=sys.stderr, flush=True)
+                texts = (f"{row['who']} {row['layout']} {row['source']} {row['whole_secs']:.2f} s" for row in found)
+                line = f"repeat {repeat + 1} of {repeats}, {name}: {', '.join(texts)}"
+                print(line, file=sys.stderr, flush=True)
         finally:
             ground.close()
 
@@ -231,19 +224,14 @@ def _bytes_of(folder: Path) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print the table, write the file; returns the exit code."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="sizes that take seconds and say nothing; no goal counts"
-    )
+    """Measures, prints the table and writes the file; returns the exit code."""
+    parser = parser_of(__doc__, disk="for storage")
     parser.add_argument("--repeats", type=int, help=f"default: {FULL.repeats}")
-    parser.add_argument("--nfs-mb", type=float, help=f"MB/s of the slow storage; default: {FULL.nfs_mb:.0f}")
-    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a folder that is on no tmpfs")
     parser.add_argument("--only", choices=list(FRAMEWORKS), action="append", help="default: all")
     args = parser.parse_args(argv)
-    about = environment(argv, "benchmarks/load.py")
     sizes = QUICK if args.quick else FULL
-    sizes = sizes._replace(repeats=args.repeats or sizes.repeats, nfs_mb=args.nfs_mb or sizes.nfs_mb)
+    sizes = sizes._replace(repeats=args.repeats or sizes.repeats)
+    about = environment(argv, "benchmarks/load.py")
     content: dict[str, Any] = {"benchmark": "load", "environment": about, "sizes": sizes._asdict()}
 
     def keep(raw: Mapping[str, Any]) -> None:
@@ -260,8 +248,8 @@ def main(argv: Sequence[str]) -> int:
             stack.callback(limit.close)
             slow = str(limit.folder)
         content["nfs"] = "cgroup" if slow else "not measured"
-        grounds = [Ground(tmpfs, disk, Case(each, sizes.model), slow) for each in args.only or list(FRAMEWORKS)]
-        measure(grounds, sizes.repeats, keep)
+        cases = [Case(name, sizes.layers, sizes.hidden) for name in args.only or FRAMEWORKS]
+        measure([Ground(tmpfs, disk, case, slow) for case in cases], sizes.repeats, keep)
     show(content["medians"])
     return conclude(args.json, content, verdict(content["medians"]), args.quick)
 

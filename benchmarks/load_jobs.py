@@ -1,7 +1,7 @@
-"""What ranks do for ``benchmarks/load.py``: leave a state, by ftckpt and by a peer, and take it up again.
+"""A rank of ``benchmarks/load.py``: leaves a state, by ftckpt and by a peer, and loads it again.
 
-A framework's job is the same whoever loads it, and complete before any clock runs. Before each load moments are
-zeroed; after it none may be zero any more.
+A framework's job is the same for each loader, and complete before any clock runs. Moments are zeroed before each
+load; none may be zero after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import json
 import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,39 +19,96 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import slow_storage
-from benchmarks.load_frameworks import FRAMEWORKS, Config, Framework
+from benchmarks.checkpoints import Checkpoints, Dcp, TorchDist, Universal
+from benchmarks.jobs import DeepSpeedJob, MegatronJob, ShardedJob, TrainingJob
 
 WAIT_SECS = 120.0
 FREE_BYTES = 2 << 30
 """More than a load takes."""
+_SHORT = ("--heads", "8", "--seq", "8")
+"""The one step that makes an optimizer's state must take seconds only."""
 
 
 class Case(NamedTuple):
-    """A framework's job: its name here, arguments for the model's size, and the layout."""
+    """A framework's job: its name here, layers and width of the model, and the layout."""
 
     framework: str
-    size: Sequence[str]
+    layers: int
+    hidden: int
     layout: str = "same"
 
 
 class Place(NamedTuple):
-    """A folder to load from; whether it is taken out of memory before; the cgroup that reads, '' for none."""
+    """A folder to load from; ``cold``: out of the page cache; ``limit``: the cgroup that reads, "" for none."""
 
     path: str
     cold: bool = False
     limit: str = ""
 
 
+def _megatron(case: Case, loads: bool) -> TrainingJob:
+    layout = {"same": ("--tp", "2"), "other": ("--pp", "2")}[case.layout]
+    size = ("--layers", str(case.layers), "--hidden", str(case.hidden), *_SHORT)
+    job = MegatronJob([*size, "--micro-batch", "1", "--global-batch", "2", "--iterations", "9", *layout])
+    from ftckpt.frameworks.optimizers import materialise
+
+    for optimizer in job.optimizers():
+        materialise(optimizer)
+        for place, state in enumerate(optimizer.state.values()):
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    value.fill_(1e-3 * (1 + place % 7))
+    return job
+
+
+def _deepspeed(case: Case, loads: bool) -> TrainingJob:
+    size = ("--layers", str(case.layers), "--hidden", str(case.hidden), *_SHORT)
+    pipeline = {"same": ("--pp", "2"), "other": ("--pp", "4")}[case.layout]
+    settings = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"load_universal": loads}}
+    job = DeepSpeedJob([*size, *pipeline], **settings)
+    if not loads:
+        job.job.engine.module.universal_checkpoint_info = {"universal_checkpoint_version": 0.2}
+        job.train()  # the optimizer has no state before its first step
+        job.job.engine.global_steps = 0  # a start has counted nothing, or seems to have loaded something
+    return job
+
+
+def _plain(case: Case, loads: bool) -> TrainingJob:
+    # As many bytes as a GPT of this size has in weights and moments; a layer has 12 matrices.
+    job = ShardedJob(case.layers, 12 * case.hidden, case.hidden)
+    job.step_once()
+    return job
+
+
+class Framework(NamedTuple):
+    """The builder of its job (``loads``: the peer will load), the peer, modules that scripts import first, ranks by
+    layout (``same``: as saved), and whether it trains on the stand-in for CUDA."""
+
+    build: Callable[[Case, bool], TrainingJob]
+    peer: Checkpoints
+    modules: Sequence[str]
+    ranks: Mapping[str, int]
+    stand_in: bool = False
+
+
+_FOUR = {"same": 4, "other": 4}
+FRAMEWORKS = {
+    "megatron": Framework(_megatron, TorchDist(), ["ftckpt.megatron"], _FOUR, stand_in=True),
+    "deepspeed": Framework(_deepspeed, Universal(), ["ftckpt.deepspeed"], _FOUR),
+    "plain": Framework(_plain, Dcp(), ["ftckpt.torch", "torch.distributed.checkpoint"], {"same": 4, "other": 2}),
+}
+
+
 def leave(rank: int, world_size: int, case: Case, settings: dict[str, Any], path: str) -> None:
-    """The state by ftckpt, whole and protected in memory and on storage, and by the peer at ``path``."""
+    """Leaves the state by ftckpt, committed and protected in memory and on storage, and by the peer at ``path``."""
     framework = FRAMEWORKS[case.framework]
-    job = framework.build(case.size, case.layout, loads=False)
-    framework.save(job, path)
-    checkpointer = framework.restore(job, _config(settings))
+    job = framework.build(case, False)
+    framework.peer.save(getattr(job, "job", job), path)
+    checkpointer = job.start(_config(settings))
     deadline, iteration = time.monotonic() + WAIT_SECS, 100
-    # Rounds ride on snapshots. What is protected last is the newest in memory, what lies on storage is as good.
+    # Votes need snapshots. The last protected one is the newest in memory; a stored one is equally good.
     while checkpointer.persisted is None or checkpointer.protected is None:
-        assert time.monotonic() < deadline, "nothing came to storage"
+        assert time.monotonic() < deadline, "no snapshot was persisted"
         iteration += 1
         checkpointer.fence()
         checkpointer.step(iteration)
@@ -60,52 +117,39 @@ def leave(rank: int, world_size: int, case: Case, settings: dict[str, Any], path
 
 
 def convert(rank: int, world_size: int, case: Case, source: str, destination: str) -> None:
-    """What the peer needs once more before another layout can load it."""
-    FRAMEWORKS[case.framework].convert(source, destination)
+    """The conversion that the peer needs before another layout can load it."""
+    FRAMEWORKS[case.framework].peer.convert(source, destination)
 
 
 def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Restart by ftckpt: seconds from the first look to the last byte in place, and of all that a script calls.
-
-    ``place`` is on storage, or has no path.
-    """
-    framework, job = _built(case, loads=False)
-    config = _config(settings)
-    with _found(place):
+    """Restarts by ftckpt: seconds from the survey to the last byte, and of all calls of a script. ``place`` is on
+    storage, or has no path."""
+    job, config = _built(case, loads=False), _config(settings)
+    with _prepared(place):
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        checkpointer = framework.restore(job, config)
+        checkpointer = job.start(config)
         whole_secs, cpu_secs = time.perf_counter() - begin, time.process_time() - begin_cpu
-    _require_loaded(framework, job)
+    _require_loaded(job)
     lines = map(json.loads, (Path(config.events) / f"rank{rank}.jsonl").read_text().splitlines())
-    told = {line["event"]: line for line in lines}
+    events = {line["event"]: line for line in lines}
     checkpointer.close(remove=False)
     return {
-        "secs": told["loaded"]["time"] - told["joined"]["time"],
+        "secs": events["loaded"]["time"] - events["joined"]["time"],
         "whole_secs": whole_secs,
         "cpu_secs": cpu_secs,
-        "source": told["restored"]["source"],
-        "read_bytes": told["loaded"]["read_bytes"],
+        "source": events["restored"]["source"],
+        "read_bytes": events["loaded"]["read_bytes"],
     }
 
 
-def _built(case: Case, loads: bool) -> tuple[Framework, Any]:
-    """A job without its state, everything imported."""
-    framework = FRAMEWORKS[case.framework]
-    for module in framework.modules:
-        importlib.import_module(module)
-    job = framework.build(case.size, case.layout, loads)
-    _zero(framework, job)
-    return framework, job
-
-
 def load(rank: int, world_size: int, case: Case, place: Place) -> tuple[float, float]:
-    """A load by the peer: seconds, and those of this process' cores."""
-    framework, job = _built(case, loads=True)
-    with _found(place):
+    """A load by the peer: seconds, and those of this process's cores."""
+    job = _built(case, loads=True)
+    with _prepared(place):
         begin = time.process_time()
-        secs = _timed(lambda: framework.load(job, place.path))
+        secs = _timed(lambda: FRAMEWORKS[case.framework].peer.load(getattr(job, "job", job), place.path))
         cpu_secs = time.process_time() - begin
-    _require_loaded(framework, job)
+    _require_loaded(job)
     return secs, cpu_secs
 
 
@@ -113,13 +157,24 @@ def read(rank: int, world_size: int, places: Sequence[Place]) -> list[float]:
     """A plain read of all files of each place, one after the other: seconds."""
     found = []
     for place in places:
-        with _found(place):
+        with _prepared(place):
             found.append(_timed(lambda path=Path(place.path): slow_storage.read_all(path)))
     return found
 
 
+def _built(case: Case, loads: bool) -> TrainingJob:
+    """A job with zeroed moments, everything imported."""
+    framework = FRAMEWORKS[case.framework]
+    for module in framework.modules:
+        importlib.import_module(module)
+    job = framework.build(case, loads)
+    for moment in _moments(job):
+        moment.zero_()
+    return job
+
+
 def _timed(action: Callable[[], Any]) -> float:
-    """Seconds from the moment in which all ranks are here to that in which all are done."""
+    """Seconds from the moment when all ranks have arrived until all are done."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -128,49 +183,38 @@ def _timed(action: Callable[[], Any]) -> float:
 
 
 @contextlib.contextmanager
-def _found(place: Place) -> Iterator[None]:
-    """All ranks find the files of a place where they shall be, and read them as fast as they may."""
+def _prepared(place: Place) -> Iterator[None]:
+    """Puts the files of a place into, or out of, the page cache, and limits the rate of reads."""
     if dist.get_rank() == 0:
         if place.cold:
             slow_storage.drop(Path(place.path))
-        _have_memory()
+        _touch_memory()
     with slow_storage.limited(place.limit):
         dist.barrier()
         yield
 
 
-def _have_memory() -> None:
-    """Free memory is the machine's own: of a virtual one the host may have it, and gives each page anew where it is
-    touched, which takes eight times as long as the page itself."""
+def _touch_memory() -> None:
+    """Makes free memory the machine's own: the host of a virtual one may have it, and then each first touch of a page
+    takes eight times as long."""
     with mmap.mmap(-1, FREE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         pages.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, FREE_BYTES, mmap.PAGESIZE):
             pages[at] = 1
 
 
-def _config(settings: dict[str, Any]) -> Config:
+def _config(settings: dict[str, Any]) -> Any:
     from ftckpt.config import Config
 
-    return Config(
-        enabled=True, job="load", node="node", interval=1, replica_check_interval=0, start_timeout_secs=WAIT_SECS,
-        on_error="raise", **settings,
-    )  # fmt: skip
+    common = {"enabled": True, "job": "load", "node": "node", "interval": 1, "replica_check_interval": 0}
+    return Config(**common, start_timeout_secs=WAIT_SECS, on_error="raise", **settings)
 
 
-def _moments(framework: Framework, job: Any) -> Iterator[torch.Tensor]:
-    for optimizer in framework.optimizers(job):
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor) and value.numel() > 1:
-                    yield getattr(value, "to_local", value.detach)()
+def _moments(job: TrainingJob) -> list[torch.Tensor]:
+    state = {name: getattr(value, "to_local", value.detach)() for name, value in job.optimizer_state().items()}
+    return [value for name, value in state.items() if not name.startswith("weight") and value.numel() > 1]
 
 
-def _zero(framework: Framework, job: Any) -> None:
-    for moment in _moments(framework, job):
-        moment.zero_()
-
-
-def _require_loaded(framework: Framework, job: Any) -> None:
-    """Raises AssertionError where the moments are what they were before."""
-    moments = list(_moments(framework, job))
+def _require_loaded(job: TrainingJob) -> None:
+    moments = _moments(job)
     assert moments and all(bool(moment.any()) for moment in moments), "a moment was not loaded"

@@ -1,12 +1,11 @@
-"""What protection takes from the bursts of training on a link between two nodes, and what connections bring.
+"""The delay of training's bursts by transfers of SMPs on a link between two nodes, and the rate of connections.
 
-    python benchmarks/network.py [--iterations 20] [--mbits 200] [--runs 3] --json FILE
+    python benchmarks/network.py --json FILE
 
-Two network namespaces stand for two nodes, with links of a limited rate between them (tbf). In each a trainer
-exchanges bytes with the other one three times an iteration: parameters beside the forward, gradients beside the
-backward, and the rest in the phase ``tail``. SMPs protect one snapshot after the other meanwhile, mirrored from node
-to node, at a quarter of the link. A burst counts from its begin to its end on the slower side. Status 3: no namespace
-can be made.
+Two network namespaces simulate two nodes, with links of a limited rate between them (tbf). Their trainers exchange
+bytes three times an iteration: parameters during the forward, gradients during the backward, and
+the rest in the phase ``tail``. Meanwhile SMPs protect one snapshot after the other, mirrored from node to node, at a
+quarter of the link. A burst ends when the slower side has finished. Status 3: no namespaces can be made.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -47,12 +45,26 @@ NODES = ("n0", "n1")
 PORT, BURST_PORT = 20007, 20009
 SPACES = tuple(f"ftckpt-{os.getpid()}-{side}" for side in range(2))
 BURSTS = (("forward", 0.05, 0.10), ("backward", 0.45, 0.25), ("tail", 0.9, 0.05))
-"""Phase, begin and length of each at the full rate of the link, in iterations."""
+"""Phase, start and length of each at the full rate of the link, in iterations."""
 MODES = ("off", "always", "phases", "profile")
 GOAL = 0.02
 NO_NAMESPACES = 3
 PIECE, CHUNK, PROBE_BYTES = 64 << 10, 512 << 10, 4 << 20
 PROBE = SnapshotId(bytes(16), 0)
+MBITS = 200.0
+
+
+class Sizes(NamedTuple):
+    """Iterations that count, and seconds of each; chunks of half a MiB, the state of a node; runs."""
+
+    iterations: int
+    secs: float
+    chunks: int
+    runs: int
+
+
+FULL = Sizes(20, 1.0, 24, 3)
+QUICK = Sizes(4, 0.5, 4, 1)
 
 
 def addresses(side: int, links: int) -> list[str]:
@@ -61,11 +73,7 @@ def addresses(side: int, links: int) -> list[str]:
 
 @contextmanager
 def two_nodes(links: int, mbits: float) -> Iterator[None]:
-    """Network namespaces with so many links between them.
-
-    Raises:
-        CalledProcessError: they cannot be made.
-    """
+    """Two network namespaces with ``links`` between them. Raises CalledProcessError if they cannot be made."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -76,13 +84,13 @@ def two_nodes(links: int, mbits: float) -> Iterator[None]:
             stack.callback(subprocess.run, ["ip", "netns", "delete", space], check=False)
             ip("-n", space, "link", "set", "lo", "up")
         for link in range(links):
-            ends = [f"bench{link}", "peer", f"bench{link}"]
-            ip("-n", SPACES[0], "link", "add", ends[0], "type", "veth", "peer", "name", ends[2], "netns", SPACES[1])
+            end = f"bench{link}"
+            ip("-n", SPACES[0], "link", "add", end, "type", "veth", "peer", "name", end, "netns", SPACES[1])
             for side, space in enumerate(SPACES):
-                ip("-n", space, "address", "add", f"{addresses(side, links)[link]}/24", "dev", f"bench{link}")
-                ip("-n", space, "link", "set", f"bench{link}", "up")
+                ip("-n", space, "address", "add", f"{addresses(side, links)[link]}/24", "dev", end)
+                ip("-n", space, "link", "set", end, "up")
                 limit = ["tbf", "rate", f"{mbits}mbit", "burst", "256kb", "latency", "20ms"]
-                shape = ["tc", "-n", space, "qdisc", "add", "dev", f"bench{link}", "root", *limit]
+                shape = ["tc", "-n", space, "qdisc", "add", "dev", end, "root", *limit]
                 subprocess.run(shape, check=True, capture_output=True)
         yield
 
@@ -93,7 +101,7 @@ def start(side: int, part: str, *words: Any) -> subprocess.Popen[str]:
 
 
 def trainer(side: str, node_dir: str, shape: str) -> None:
-    """The bursts of one node; prints how long each took."""
+    """The bursts of one node; prints the seconds of each."""
     of: dict[str, Any] = json.loads(shape)
     number, nbytes_per_sec, length = int(side), of["mbits"] * 1e6 / 8, of["secs"]
     pulse, took = Heartbeat.open(Path(node_dir), 0, number), dict[str, list[float]]()
@@ -126,7 +134,7 @@ def _meet(side: int) -> socket.socket:
 
 
 def _exchange(sock: socket.socket, nbytes: int) -> float:
-    """Send so much while as much comes; the slower of both directions counts."""
+    """Sends and receives so many bytes; the slower of both directions counts."""
     sock.settimeout(60)
     sock.sendall(b"!")  # both are here
     sock.recv(1)
@@ -146,52 +154,50 @@ def _exchange(sock: socket.socket, nbytes: int) -> float:
 
 
 def smp(node_dir: str, described: str, host: str) -> None:
-    """The SMP of one node, until its input ends; prints what it has moved and learnt."""
-    duties = TaskQueue(Path(node_dir), Seen())
-    server = Server({}, find=duties.service.find, events=Seen())
+    """The SMP of one node, until its input ends; prints the bytes that it received."""
+    tasks = TaskQueue(Path(node_dir), Seen())
+    server = Server({}, find=tasks.service.find, events=Seen())
     server.listen(host, Trust(bytes.fromhex(SECRET)), PORT)
-    duties.configure(json.loads(Path(described).read_text()))
+    tasks.configure(json.loads(Path(described).read_text()))
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     while not over.is_set():
-        if not duties.step(time.monotonic() + 0.05):
+        if not tasks.step(time.monotonic() + 0.05):
             time.sleep(0.005)
-    profile = duties._traffic.profile
-    told = {"received_bytes": duties.status()["received_bytes"], "idle": None if profile is None else profile.idle}
-    print(json.dumps(told), flush=True)
+    print(json.dumps({"received_bytes": tasks.status()["received_bytes"]}), flush=True)
     os._exit(0)
 
 
-def run(mode: str, folder: Path, args: Namespace) -> dict[str, Any]:
-    """One job; its bursts, and what was protected meanwhile."""
+def run(mode: str, folder: Path, sizes: Sizes) -> dict[str, Any]:
+    """One job: its bursts, and how many snapshots were protected meanwhile."""
     sides = range(2)
     with ExitStack() as stack:
         nodes = [
-            Node(folder, name, [side], 2, chunks=args.chunks, chunk_bytes=CHUNK) for side, name in enumerate(NODES)
+            Node(folder, name, [side], 2, chunks=sizes.chunks, chunk_bytes=CHUNK) for side, name in enumerate(NODES)
         ]
         for node in nodes:
             stack.callback(node.close)
-        smps = [_start_smp(stack, side, nodes, mode, args.mbits) for side in sides] if mode != "off" else []
+        smps = [_start_smp(stack, side, nodes, mode) for side in sides] if mode != "off" else []
         learning = traffic.ITERATIONS + 5 if mode == "profile" else 0
-        shape = {"iterations": learning + args.iterations, "mbits": args.mbits, "secs": args.secs}
+        shape = {"iterations": learning + sizes.iterations, "mbits": MBITS, "secs": sizes.secs}
         text = json.dumps({**shape, "tells": mode == "phases"})
         trainers = [start(side, "trainer", side, nodes[side].dir, text) for side in sides]
         for one in trainers:
             stack.callback(one.kill)
         protected = _protect(nodes, trainers) if smps else 0
         took = [json.loads(one.communicate(timeout=60)[0]) for one in trainers]
-        told = [json.loads(one.communicate("", timeout=60)[0]) for one in smps]
+        reports = [json.loads(one.communicate("", timeout=60)[0]) for one in smps]
     lengths = [
         sum(max(took[side][phase][at] for side in sides) for phase, *_ in BURSTS)
-        for at in range(learning, learning + args.iterations)
+        for at in range(learning, learning + sizes.iterations)
     ]
-    minutes = shape["iterations"] * args.secs / 60
-    return {"mode": mode, "burst_secs": lengths, "protected_per_min": protected / minutes, "smps": told}
+    minutes = shape["iterations"] * sizes.secs / 60
+    return {"mode": mode, "burst_secs": lengths, "protected_per_min": protected / minutes, "smps": reports}
 
 
-def _start_smp(stack: ExitStack, side: int, nodes: Sequence[Node], mode: str, mbits: float) -> subprocess.Popen[str]:
+def _start_smp(stack: ExitStack, side: int, nodes: Sequence[Node], mode: str) -> subprocess.Popen[str]:
     own = addresses(side, 1)[0]
-    described = describe(nodes[side], nodes, Modes(peer=True), {}, network_rate=f"{SHARE * mbits}Mbit/s")
+    described = describe(nodes[side], nodes, Modes(peer=True), {}, network_rate=f"{SHARE * MBITS}Mbit/s")
     described["peers"] = {NODES[other]: [addresses(other, 1)[0], PORT] for other in range(2)}
     if mode == "profile":
         described["address"] = own  # without it nobody knows what counts its bytes
@@ -203,7 +209,7 @@ def _start_smp(stack: ExitStack, side: int, nodes: Sequence[Node], mode: str, mb
 
 
 def _protect(nodes: Sequence[Node], trainers: Sequence[subprocess.Popen[str]]) -> int:
-    """One snapshot after the other for as long as trainers run; how many were protected."""
+    """Protects one snapshot after the other while trainers run; returns how many."""
     number = 0
     while all(one.poll() is None for one in trainers):
         number += 1
@@ -220,7 +226,7 @@ def _protect(nodes: Sequence[Node], trainers: Sequence[subprocess.Popen[str]]) -
 
 
 def giver(hosts: str) -> None:
-    """The same chunk for whoever asks, until its input ends."""
+    """Serves one chunk until its input ends."""
     data = os.urandom(PROBE_BYTES)
 
     @contextmanager
@@ -234,7 +240,7 @@ def giver(hosts: str) -> None:
 
 
 def receiver(hosts: str, connections: str, mib: str) -> None:
-    """Fetch so much, as many chunks at a time as an SMP does; prints bytes per second."""
+    """Fetches ``mib`` MiB, as many chunks at a time as an SMP; prints bytes per second."""
     peers.CONNECTIONS, left, waiting = int(connections), (int(mib) << 20) // PROBE_BYTES, list[Fetch]()
     asking = Peers(Deadlines(10, 60, 60))
     asking.configure({NODES[0]: (hosts, PORT)}, Trust(bytes.fromhex(SECRET)))
@@ -259,57 +265,25 @@ def bytes_per_sec(links: int, connections: int, mib: int) -> float:
         gives.communicate("", timeout=60)
 
 
-def slow_down(case: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
-    """Of all bursts of an iteration, by their median."""
+def delay_of(case: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
+    """The median delay of all bursts of an iteration, of 1."""
     return statistics.median(case["burst_secs"]) / statistics.median(alone["burst_secs"]) - 1
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--mbits", type=float, default=200.0, help="Mbit/s of the link")
-    parser.add_argument("--secs", type=float, default=1.0, help="an iteration")
-    parser.add_argument("--chunks", type=int, default=24, help="of half a MiB, the state of a node")
-    parser.add_argument("--quick", action="store_true", help="one short run, whose figures say nothing")
-    args = parser.parse_args(argv)
-    if args.quick:
-        args.iterations, args.runs, args.secs, args.chunks = 4, 1, 0.5, 4
-    about = environment(argv, "benchmarks/network.py")
-    try:
-        cases, rates = measured(args)
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        print(f"no namespaces: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
-        return NO_NAMESPACES
-    rows = [row_of(mode, runs, cases["off"]) for mode, runs in cases.items()]
-    print_table(
-        ("bursts", "slower (min-max)", "protected a minute"),
-        [(row["mode"], _spread(row["slow_down"]), f"{row['protected_per_min']:.0f}") for row in rows],
-    )
-    print_table(
-        ("links x connections", "GB/s"),
-        [(f"{one['links']} x {one['connections']}", f"{one['bytes_per_sec'] / 1e9:.3f}") for one in rates],
-    )
-    worst = statistics.median(rows[-1]["slow_down"])
-    missed = [f"bursts take {worst:.1%} longer with a profile; the goal is {GOAL:.0%}"] if worst > GOAL else []
-    content = {"benchmark": "network", "environment": about, "cases": cases, "rows": rows, "rates": rates}
-    return conclude(args.json, content, missed, args.quick)
-
-
-def measured(args: Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
+def measure(sizes: Sizes) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Any]]]:
     """Runs of each mode, which take turns, and rates by links and connections.
 
     Raises:
         CalledProcessError, FileNotFoundError: no namespaces can be made.
     """
     cases: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
-    for _ in range(args.runs):
+    for _ in range(sizes.runs):
         for mode in MODES:
-            with scratch(Path("/dev/shm")) as [folder], two_nodes(1, args.mbits):
-                cases[mode].append(run(mode, folder, args))
+            with scratch(Path("/dev/shm")) as [folder], two_nodes(1, MBITS):
+                cases[mode].append(run(mode, folder, sizes))
     rates = []
     for links in (1, 2):
-        with scratch(), two_nodes(links, 5 * args.mbits):
+        with scratch(), two_nodes(links, 5 * MBITS):
             for connections in (1, 2, 4):
                 rate = bytes_per_sec(links, connections, 64)
                 rates.append({"links": links, "connections": connections, "bytes_per_sec": rate})
@@ -317,13 +291,38 @@ def measured(args: Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[dic
 
 
 def row_of(mode: str, runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    slower = [slow_down(case, other) for case, other in zip(runs, alone, strict=True)]
-    protected = statistics.median(case["protected_per_min"] for case in runs)
-    return {"mode": mode, "slow_down": slower, "protected_per_min": protected}
+    """The figures of a mode."""
+    delays = [delay_of(case, other) for case, other in zip(runs, alone, strict=True)]
+    return {
+        "mode": mode,
+        "slow_down": delays,
+        "protected_per_min": statistics.median(case["protected_per_min"] for case in runs),
+    }
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints the tables and writes the file; returns the exit code."""
+    args, about = parser_of(__doc__).parse_args(argv), environment(argv, "benchmarks/network.py")
+    try:
+        cases, rates = measure(QUICK if args.quick else FULL)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        print(f"no namespaces: {getattr(error, 'stderr', None) or error}", file=sys.stderr)
+        return NO_NAMESPACES
+    rows = [row_of(mode, runs, cases["off"]) for mode, runs in cases.items()]
+    spreads = [
+        f"{statistics.median(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+        for values in (row["slow_down"] for row in rows)
+    ]
+    lines = [
+        (row["mode"], spread, f"{row['protected_per_min']:.0f}") for row, spread in zip(rows, spreads, strict=True)
+    ]
+    print_table(("bursts", "slower (min-max)", "protected a minute"), lines)
+    named = [(f"{one['links']} x {one['connections']}", f"{one['bytes_per_sec'] / 1e9:.3f}") for one in rates]
+    print_table(("links x connections", "GB/s"), named)
+    worst = statistics.median(rows[-1]["slow_down"])
+    missed = [f"bursts take {worst:.1%} longer with a profile; the goal is {GOAL:.0%}"] if worst > GOAL else []
+    content = {"benchmark": "network", "environment": about, "cases": cases, "rows": rows, "rates": rates}
+    return conclude(args.json, content, missed, args.quick)
 
 
 PARTS = {"trainer": trainer, "smp": smp, "giver": giver, "receiver": receiver}

@@ -1,9 +1,8 @@
-"""How long ``ftckpt plan`` takes for jobs of up to 100,352 ranks, each in a process of its own.
+"""The time of ``ftckpt plan`` for jobs of up to 100,352 ranks, each in a process of its own.
 
-CPU seconds count, start of Python and imports among them: they are what a quiet machine takes. Wall seconds are those
-of the machine as it was.
+    python benchmarks/plan_job.py --json FILE
 
-Exits with 1 where a job takes 10 s of a core or more.
+CPU seconds count, with the start of Python and imports. The exit code is 1 if a job takes 10 s of a core or more.
 """
 
 from __future__ import annotations
@@ -36,19 +35,16 @@ LIMIT_SECS = 10.0
 
 def run_job(arguments: str) -> dict[str, Any]:
     """Seconds and MiB of one plan."""
-    words = ["-m", "ftckpt.cli.main", "plan", "--gpus-per-node", "8", *arguments.split()]
+    words = [sys.executable, "-m", "ftckpt.cli.main", "plan", "--gpus-per-node", "8", *arguments.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    path = {"PYTHONPATH": str(ROOT)}
-    told = subprocess.run(
-        [sys.executable, *words], env={**os.environ, **path}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if told.returncode:
-        raise SystemExit(f"ftckpt plan {arguments}: {told.stderr}")
-    lines = told.stdout.splitlines()
+    if done.returncode:
+        raise SystemExit(f"ftckpt plan {arguments}: {done.stderr}")
     return {
         "arguments": arguments,
-        "told": next(line for line in lines if " ranks on " in line),
+        "told": next(line for line in done.stdout.splitlines() if " ranks on " in line),
         "cpu_secs": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "wall_secs": time.perf_counter() - began,
         "peak_mib": after.ru_maxrss / 1024,  # of the largest so far
@@ -56,18 +52,14 @@ def run_job(arguments: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all jobs; returns the exit code."""
-    parser = parser_of(__doc__)
-    args = parser.parse_args(argv)
-    where = environment(argv, "benchmarks/plan_job.py")
-    cases = []
-    for name, arguments in JOBS.items():
-        print(f"{name} …", file=sys.stderr, flush=True)
-        cases.append({"job": name, **run_job(arguments)})
+    """Runs all jobs; returns the exit code."""
+    args, about = parser_of(__doc__).parse_args(argv), environment(argv, "benchmarks/plan_job.py")
+    cases = [{"job": name, **run_job(arguments)} for name, arguments in JOBS.items()]
     rows = [[c["job"], c["told"], f"{c['cpu_secs']:.1f}", f"{c['wall_secs']:.1f}"] for c in cases]
     print_table(["job", "", "CPU s", "wall s"], rows)
     slow = [f"{case['job']}: {LIMIT_SECS:g} s of a core or more" for case in cases if case["cpu_secs"] >= LIMIT_SECS]
-    return conclude(args.json, {"benchmark": "plan_job", "environment": where, "cases": cases}, slow)
+    result = {"benchmark": "plan_job", "environment": about, "cases": cases}
+    return conclude(args.json, result, slow, args.quick)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""How long it takes, and how much memory, to agree which rank copies which bytes, in jobs of up to 16,384 ranks.
+"""The time and memory of agreeing which rank copies which bytes, in jobs of up to 16,384 ranks.
 
-No processes are started: what the ranks of a synthetic job would send each other is made up, and one rank, the
-first, computes its plan from it with the functions that ``ftckpt.capture.assignment.assign`` calls. Time is that of
-this computation, without the collectives and without hashing tensors. Memory is what the computation allocates,
-together with the messages that it was given.
+    python benchmarks/plan_scale.py --json FILE
 
-Exits with 1 where the largest job takes 1 s or more, or 64 MiB or more, at its peak.
+No processes are started: the messages of the ranks of a synthetic job are made up, and its first rank computes its
+plan from them with the functions that ``ftckpt.capture.assignment.assign`` calls. Times are without collectives and
+hashes of tensors. Memory is what the computation allocates, and its messages.
+
+The exit code is 1 if the largest job takes 1 s or more, or 64 MiB or more, at its peak.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ftckpt.model.manifest import shard_name
 from ftckpt.model.replica_groups import Groups, find_groups, pack
 from ftckpt.model.replicas import ReplicaSets, identity, without_small
 from ftckpt.model.shares import Shares, bounded_capacities, choose, loads
-from tests.support.replica_sets import replica_sets
+from tests.support.choosing import replica_sets
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
 """Ranks: tensor, pipeline, data parallel. Ranks are numbered in this order: tensor, then data, then pipeline."""
@@ -53,9 +54,9 @@ OWN = 0
 @dataclass(frozen=True)
 class SyntheticJob:
     """A synthetic job. ``non-distributed``: matrices are replicated over all data-parallel ranks, layer norms over
-    these and over tensor-parallel ones. ``distributed``: each data-parallel rank has a part of its own.
-    ``expert pairs``: only two data-parallel ranks hold the same matrices, so there are many small groups.
-    Embeddings are tied across the first and the last stage."""
+    these and over tensor-parallel ones. ``distributed``: each data-parallel rank has its own part. ``expert pairs``:
+    only two data-parallel ranks have the same matrices, so there are many small groups. Embeddings are tied between
+    the first and the last stage."""
 
     ranks: int
     optimizer: str
@@ -65,14 +66,9 @@ class SyntheticJob:
         """Tensor, pipeline, data parallel."""
         return LAYOUTS[self.ranks]
 
-    @property
-    def name(self) -> str:
-        """Such as ``tp8 pp16 dp128``."""
-        return " ".join(f"{axis}{size}" for axis, size in zip(("tp", "pp", "dp"), self.shape, strict=True))
-
     @cached_property
     def shards(self) -> list[str]:
-        """The name of each rank's shard."""
+        """The shard name of each rank."""
         places = map(self.place, range(self.ranks))
         return [shard_name({"tp": tp, "pp": pp, "dp": dp}) for tp, pp, dp in places]
 
@@ -82,7 +78,7 @@ class SyntheticJob:
         return rank % tp, rank // (tp * dp), rank // tp % dp
 
     def fragments(self, tp: int, pp: int) -> list[Fragment]:
-        """What the first data-parallel rank of a tensor-parallel place and a stage holds."""
+        """The fragments of the first data-parallel rank of a tensor-parallel rank and a stage."""
         tensors: list[tuple[str, int, int, bool]] = []
         for layer in range(pp * LAYERS_PER_STAGE, (pp + 1) * LAYERS_PER_STAGE):
             for name, width in (("qkv", 3), ("proj", 1), ("fc1", 4), ("fc2", 4)):
@@ -93,7 +89,7 @@ class SyntheticJob:
         return [self._fragment(f"{kind}/{name}", *rest, tp) for kind in KINDS for name, *rest in tensors]
 
     def salts(self, fragments: Sequence[Fragment], dp: int) -> Array:
-        """0 where another data-parallel rank holds the same fragment as the first one, else what tells it apart."""
+        """0 for fragments that a data-parallel rank shares with the first one, else another number."""
         if self.optimizer == "distributed":
             return np.full(len(fragments), dp, np.uint64)
         of_pair = dp // 2 if self.optimizer == "expert pairs" else 0
@@ -107,12 +103,10 @@ class SyntheticJob:
 
 
 class Exchange:
-    """Plays all other ranks: answers the collectives of ``replica_sets``, and keeps time while it does not."""
+    """Simulates all other ranks: answers the collectives of ``replica_sets``, and measures the time between them."""
 
     def __init__(self, job: SyntheticJob) -> None:
-        self.job = job
-        self.secs, self._since = 0.0, 0.0
-        self.gathered_bytes = 0
+        self.job, self.secs, self.gathered_bytes, self._since, self._round = job, 0.0, 0, 0.0, 0
         self._codes: list[bytes] = []
         self._bytes: list[Array] = []
         tp, pp, _ = job.shape
@@ -121,26 +115,23 @@ class Exchange:
         low = (1 << (job.ranks - 1).bit_length()) - 1
         for rank in range(job.ranks):
             t, p, d = job.place(rank)
-            codes = _mixed(hashes[t, p], job.salts(by_place[t, p], d)) & np.uint64(~low & (1 << 64) - 1) | np.uint64(
-                rank
-            )
-            self._codes.append(codes.tobytes())
+            codes = _mixed(hashes[t, p], job.salts(by_place[t, p], d)) & np.uint64(~low & (1 << 64) - 1)
+            self._codes.append((codes | np.uint64(rank)).tobytes())
             self._bytes.append(np.array([f.nbytes for f in by_place[t, p]], np.int64))
         self.own = by_place[job.place(OWN)[:2]]
         self._groups = find_groups(np.frombuffer(bytearray().join(self._codes), np.uint64), job.ranks)
-        self._round = 0
 
     def start(self) -> None:
-        """A new computation begins; its time runs."""
+        """Starts the clock of a new computation."""
         self.secs, self.gathered_bytes, self._round = 0.0, 0, 0
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Time does not run."""
+        """Stops the clock."""
         self.secs += time.perf_counter() - self._since
 
     def gather(self, action: Callable[[], bytes]) -> list[bytes]:
-        """The messages of all ranks; that of this one is what ``action`` returns."""
+        """The messages of all ranks; ``action`` returns that of this one."""
         data = action()
         self.stop()
         if self._round == 0:
@@ -174,14 +165,14 @@ def _hash(fragment: Fragment) -> int:
 
 
 def _mixed(hashes: Array, salts: Array) -> Array:
-    """Other hashes for other salts, the same ones for salt 0."""
+    """Other hashes for other salts, the same for salt 0."""
     salted = hashes ^ salts * np.uint64(0x9E3779B97F4A7C15)
     turned = (salted ^ (salted >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
     return np.where(salts == 0, hashes, turned)
 
 
 def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets, Shares, Sequence[CopyPart]]:
-    """What ``assign`` does between the description of the state and the manifest, nothing protected in slots."""
+    """The part of ``assign`` between the description of the state and the manifest, without protection in slots."""
     job = exchange.job
     exchange.start()
     sets = replica_sets(exchange.gather, OWN, job.ranks, exchange.own, lambda indices: [7] * len(indices))
@@ -193,7 +184,7 @@ def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets,
 
 
 def uneven(job: SyntheticJob, mean_bytes: float) -> list[int]:
-    """Capacities that make weighted shares worth while: ranks differ, and early stages have less of it."""
+    """Capacities for which weighted shares pay: ranks differ, and early stages have less."""
     random = np.random.default_rng(1)
     stages = np.array([job.place(rank)[1] for rank in range(job.ranks)]) / max(1, job.shape[1] - 1)
     return (mean_bytes * (0.5 + 0.5 * stages) * random.uniform(0.2, 1.8, job.ranks)).astype(int).tolist()
@@ -219,7 +210,7 @@ def run_case(job: SyntheticJob, repeats: int) -> dict[str, Any]:
     assert shares.spill is not None
     return {
         "ranks": job.ranks,
-        "layout": job.name,
+        "layout": " ".join(f"{axis}{size}" for axis, size in zip(("tp", "pp", "dp"), job.shape, strict=True)),
         "optimizer": job.optimizer,
         "fragments": len(exchange.own),
         "groups": len(sets.runs),
@@ -236,37 +227,22 @@ def run_case(job: SyntheticJob, repeats: int) -> dict[str, Any]:
     }
 
 
-def show(cases: Sequence[Mapping[str, Any]]) -> None:
-    """Print the table."""
-    heads = [
-        "optimizer",
-        "ranks",
-        "layout",
-        "fragments",
-        "groups",
-        "ms",
-        "most ms",
-        "kept MiB",
-        "peak MiB",
-        "share MB",
-        "equal",
-    ]
-    rows = []
-    for case in cases:
-        numbers = [f"{case[name] * 1e3:.1f}" for name in ("secs_median", "secs_max")]
-        numbers += [f"{case[name] / MIB:.2f}" for name in ("kept_bytes", "peak_bytes")]
-        numbers += [f"{case[name] / 1e6:.1f}" for name in ("share_bytes", "equal_share_bytes")]
-        names = [str(case[name]) for name in ("optimizer", "ranks", "layout", "fragments", "groups")]
-        rows.append(names + numbers)
-    print_table(heads, rows)
+HEADS = ["optimizer", "ranks", "layout", "fragments", "groups", "ms"]
+HEADS += ["most ms", "kept MiB", "peak MiB", "share MB", "equal"]
+
+
+def cells(case: Mapping[str, Any]) -> list[str]:
+    """A line of the table."""
+    names = [str(case[name]) for name in ("optimizer", "ranks", "layout", "fragments", "groups")]
+    times = [f"{case[name] * 1e3:.1f}" for name in ("secs_median", "secs_max")]
+    memory = [f"{case[name] / MIB:.2f}" for name in ("kept_bytes", "peak_bytes")]
+    return [*names, *times, *memory, *(f"{case[name] / 1e6:.1f}" for name in ("share_bytes", "equal_share_bytes"))]
 
 
 def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Which jobs of the largest size take too long or too much; empty where all is well."""
+    """The jobs of the largest size that take too long, or too much memory."""
     problems = []
-    for case in cases:
-        if case["ranks"] < max(LAYOUTS):
-            continue
+    for case in (case for case in cases if case["ranks"] == max(LAYOUTS)):
         where = f"{case['ranks']} ranks, {case['optimizer']}"
         if case["secs_median"] >= LIMIT_SECS:
             problems.append(f"{where}: {case['secs_median']:.2f} s")
@@ -277,15 +253,16 @@ def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all cases; returns the exit code."""
+    """Runs all cases; returns the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
-    where = environment(argv, "benchmarks/plan_scale.py")
+    about = environment(argv, "benchmarks/plan_scale.py")
     cases = [run_case(SyntheticJob(ranks, kind), args.repeats) for kind in OPTIMIZERS for ranks in args.ranks]
-    show(cases)
-    return conclude(args.json, {"benchmark": "plan_scale", "environment": where, "cases": cases}, verdict(cases))
+    print_table(HEADS, [cells(case) for case in cases])
+    result = {"benchmark": "plan_scale", "environment": about, "cases": cases}
+    return conclude(args.json, result, verdict(cases), args.quick)
 
 
 if __name__ == "__main__":

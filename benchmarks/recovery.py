@@ -1,10 +1,10 @@
-"""From a kill to the first step after it, by part, by launcher, and by where the state comes from.
+"""The time from a kill to the first step after it, by part, launcher and source of the state.
 
     python benchmarks/recovery.py --json FILE
 
-A job trains on two simulated nodes; one of its ranks is killed, all of them, and at last a node with all it holds,
-for which a standby waits. FILE keeps each block as it ends; the same command resumes. The exit code is 1 where a goal
-is missed, with a line for each. Nothing else may run.
+A job trains on two simulated nodes; one of its ranks is killed, then all of them, then a node with all its memory,
+for which a standby waits. FILE has each block when it ends; the same command resumes. The exit code is 1 if a goal is
+missed, with a line for each. Nothing else may run.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import Blocks, conclude, environment, parser_of, print_table, quartiles, scratch
+from benchmarks.common import Blocks, Tables, environment, parser_of, print_tables, quartiles, scratch, turns
 from benchmarks.recovery_run import FAULTS, JOBS, LAUNCHERS, PARTS, Run
 from ftckpt.errors import FtckptError
 from tests.support.processes import RunError
 
 MAX_SECS = {"rank": 2.0, "all": 2.0, "node": 4.0}
-"""Of the whole way, for the job with Megatron's eight ranks."""
+"""From the kill to the first step, for the job with Megatron's eight ranks."""
 MIN_TIMES = 6.0
-"""As fast as the usual way, at least."""
+"""Times as fast as torchrun with checkpoints on disk."""
 NUM_LARGEST = 3
-"""Parts, of which loading is to be none."""
+"""Loading must not be among so many largest parts."""
 
 
 class Row(NamedTuple):
-    """A launcher, and whether the state comes from storage; otherwise from ftckpt's memory."""
+    """A launcher, and whether the state is loaded from storage, or from ftckpt's memory."""
 
     launcher: str
     is_stored: bool = False
@@ -51,7 +51,7 @@ PAUSE_SECS = 0.1
 
 
 class Plan(NamedTuple):
-    """A block that is to be measured: one start of a job, and all its faults."""
+    """A block to measure: one start of a job, and all its faults."""
 
     job: str
     repeat: int
@@ -62,22 +62,22 @@ class Plan(NamedTuple):
 
 
 def rows_of(job: str, rows: Sequence[str]) -> list[str]:
-    """Those that a job has: Megatron's has all, the others show ours beside the usual one."""
+    """The rows of a job: Megatron's has all, the others have ours and the usual one."""
     return [row for row in rows if job == "megatron" or row in (USUAL, OURS)]
 
 
 def plans_of(jobs: Sequence[str], repeats: int, rows: Sequence[str]) -> list[Plan]:
     """All blocks, one of each row in turn; each repeat begins with another row."""
-    found = []
-    for repeat in range(repeats):
-        for job in jobs:
-            mine = rows_of(job, rows)
-            found += [Plan(job, repeat, mine[(at + repeat) % len(mine)]) for at in range(len(mine))]
-    return found
+    return [
+        Plan(job, repeat, row)
+        for repeat in range(repeats)
+        for job in jobs
+        for row in turns(rows_of(job, rows), repeat)
+    ]
 
 
 def run_block(plan: Plan, faults: Sequence[str], disk: Path) -> dict[str, Any]:
-    """The ways back from all faults of one start, or the error."""
+    """The recoveries from all faults of one start, or the error."""
     row = ROWS[plan.row]
     try:
         with scratch(disk) as [folder], Run(plan.job, row.launcher, row.is_stored, PAUSE_SECS, folder) as run:
@@ -87,7 +87,7 @@ def run_block(plan: Plan, faults: Sequence[str], disk: Path) -> dict[str, Any]:
 
 
 def why_not(row: str) -> str:
-    """The reason why a row cannot be measured here; or nothing."""
+    """The reason why a row cannot be measured here, or ""."""
     launcher = LAUNCHERS[ROWS[row].launcher]
     return "" if launcher.is_there else f"{launcher.package or launcher.needs} is not there"
 
@@ -103,15 +103,17 @@ def figures_of(blocks: Sequence[Mapping[str, Any]], job: str, fault: str, row: s
         return {}
     secs = quartiles([one["secs"] for one in found])
     return {
-        "secs": secs.median, "quarter": secs.first, "three_quarters": secs.third,
+        "secs": secs.median,
+        "quarter": secs.first,
+        "three_quarters": secs.third,
         "parts": {part: statistics.median(one["parts"][part] for one in found) for part in PARTS},
         "lost": statistics.median(one["lost"] for one in found),
         "starts": max(one["starts"] for one in found),
-    }  # fmt: skip
+    }
 
 
-def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """A line for each goal that does not hold, with its largest parts; rows that were not run are not compared."""
+def missed(tables: Tables) -> list[str]:
+    """A line per missed goal, with the largest parts; rows that did not run are not compared."""
     lines = []
     for place, table in tables.items():
         ours, usual = table.get(OURS), table.get(USUAL)
@@ -135,57 +137,42 @@ def missed(tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
 HEADS = ("back s", "quartiles", "times", *PARTS, "lost")
 
 
-def show(place: str, table: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> None:
-    """Print one table; a row without figures has its reason."""
-    lines, usual = [], table.get(USUAL)
-    for row, found in table.items():
-        if not found:
-            lines.append([row, reasons.get(row, "failed"), *[""] * (len(HEADS) - 1)])
-            continue
-        lines.append([
-            row, f"{found['secs']:.2f}", f"{found['quarter']:.2f}..{found['three_quarters']:.2f}",
-            f"{usual['secs'] / found['secs']:.1f}" if usual else "",
-            *(f"{found['parts'][part]:.2f}" for part in PARTS), f"{found['lost']:g}",
-        ])  # fmt: skip
-    print_table([place, *HEADS], lines)
-    print()
+def cells(found: Mapping[str, Any], table: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line of the table."""
+    usual = table.get(USUAL)
+    times = f"{usual['secs'] / found['secs']:.1f}" if usual else ""
+    quarters = f"{found['quarter']:.2f}..{found['three_quarters']:.2f}"
+    parts = [f"{found['parts'][part]:.2f}" for part in PARTS]
+    return [f"{found['secs']:.2f}", quarters, times, *parts, f"{found['lost']:g}"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print the tables, write the file; returns the exit code."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one job, one fault, once; no goal counts")
+    """Measures, prints the tables and writes the file; returns the exit code."""
+    parser = parser_of(__doc__, disk="where checkpoints are saved")
     parser.add_argument("--repeats", type=int, help="default: 5, 1 with --quick")
     parser.add_argument("--jobs", nargs="+", choices=list(JOBS), help="default: all, megatron with --quick")
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), help="default: all, rank with --quick")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all")
-    parser.add_argument(
-        "--disk", type=Path, default=Path("/var/tmp"), help="where checkpoints are saved: on no tmpfs"
-    )
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="default: all")
     args = parser.parse_args(argv)
     jobs = args.jobs or (["megatron"] if args.quick else list(JOBS))
     faults = args.faults or (["rank"] if args.quick else list(FAULTS))
-    rows = args.rows or list(ROWS)
-    reasons = {row: reason for row in rows if (reason := why_not(row))}
+    reasons = {row: reason for row in args.rows if (reason := why_not(row))}
     about = environment(argv, "benchmarks/recovery.py", [one.package for one in LAUNCHERS.values() if one.package])
-    run = Blocks(
-        args.json,
-        {"benchmark": "recovery", "environment": about, "sizes": {"faults": faults, "pause_secs": PAUSE_SECS}},
-    )
-    plans = plans_of(jobs, args.repeats or (1 if args.quick else 5), [row for row in rows if row not in reasons])
+    sizes = {"faults": faults, "pause_secs": PAUSE_SECS}
+    run = Blocks(args.json, {"benchmark": "recovery", "environment": about, "sizes": sizes})
+    repeats = args.repeats or (1 if args.quick else 5)
     run.measure(
-        plans, lambda plan: run_block(plan, faults, args.disk.absolute()),
+        plans_of(jobs, repeats, [row for row in args.rows if row not in reasons]),
+        lambda plan: run_block(plan, faults, args.disk.absolute()),
         lambda block: ", ".join(f"{fault} {one['secs']:.1f} s" for fault, one in block["faults"].items()),
-    )  # fmt: skip
-    tables: dict[str, dict[str, dict[str, Any]]] = {}
-    for job in jobs:
-        for fault in faults:
-            found = {row: figures_of(run.content["blocks"], job, fault, row) for row in rows_of(job, rows)}
-            tables[f"{job}/{fault}"] = found
-            show(f"{job}, {fault}", found, reasons)
-    failed = [f"{block['job']}, {block['row']}: failed" for block in run.content["blocks"] if "error" in block]
-    content = {**run.content, "tables": tables, "not_run": reasons}
-    return conclude(args.json, content, failed + missed(tables), args.quick)
+    )
+    tables = {
+        f"{job}/{fault}": {row: figures_of(run.content["blocks"], job, fault, row) for row in rows_of(job, args.rows)}
+        for job in jobs
+        for fault in faults
+    }
+    print_tables(tables, HEADS, cells, reasons)
+    return run.conclude(tables, reasons, missed(tables), args.quick)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A rank of the jobs of ``benchmarks/recovery.py``: an example script that notes what it reaches when.
+"""A rank of the jobs of ``benchmarks/recovery.py``: an example script that notes the times of its start.
 
     torchrun ... -m ftckpt.megatron benchmarks/recovery_job.py JOB STAMPS PAUSE DISK EVERY [arguments of the script]
 
 Each process writes JSON lines to ``STAMPS/<rank>.<pid>.jsonl``. With a folder ``DISK`` it saves there every ``EVERY``
-iterations by what is usual for its framework, and begins with the newest of these. ``PAUSE`` seconds between
-iterations a device would compute.
+iterations, as is usual for its framework, and starts from the newest checkpoint there. It waits ``PAUSE`` seconds
+between iterations, in which a device would compute.
 """
 
 from __future__ import annotations
@@ -53,16 +53,19 @@ class Stamps:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around(original, ...)`` in the place of a function."""
+    """Replaces a function by ``around(original, ...)``."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
 
 class Disk:
-    """Checkpoints of a job on storage, the newest of which a start loads. Collective."""
+    """Checkpoints of a job on storage; a start loads the newest. Collective."""
 
     def __init__(self, framework: str, folder: Path) -> None:
-        self._peer, self._folder = _peer(framework), folder
+        from benchmarks.checkpoints import Fsdp2Dcp, TorchDist, Universal
+
+        peers = {"megatron": TorchDist, "deepspeed": Universal, "fsdp2": Fsdp2Dcp}
+        self._peer, self._folder = peers[framework](), folder
 
     def save(self, job: Any, iteration: int) -> None:
         """Save, and remove the one before the last."""
@@ -97,36 +100,6 @@ def _advance(job: Any, iteration: int) -> None:
     samples = iteration * job.args.global_batch
     job.data.load_state_dict({"consumed_samples": samples})
     job.progress.load_state_dict({"iteration": iteration, "consumed_samples": samples})
-
-
-class _Fsdp2:
-    """DCP, as torch's documentation has it."""
-
-    def save(self, job: Any, path: str) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._state(job), checkpoint_id=path)
-
-    def load(self, job: Any, path: str) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        state = self._state(job)
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    def _state(self, job: Any) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(job.model, job.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-
-def _peer(framework: str) -> Any:
-    """What saves and loads a job as is usual for its framework."""
-    from benchmarks.load_frameworks import FRAMEWORKS
-
-    return _Fsdp2() if framework == "fsdp2" else FRAMEWORKS[framework]
 
 
 SCRIPTS = {"megatron": "train_gpt", "deepspeed": "train_deepspeed", "fsdp2": "train_plain"}

@@ -1,5 +1,5 @@
-"""One run of a job of ``benchmarks/recovery.py`` on two simulated nodes, which is killed and comes back, again and
-again: the time of each part of the way back."""
+"""One run of a job of ``benchmarks/recovery.py`` on two simulated nodes, with a recovery from each fault: the time of
+each part."""
 
 from __future__ import annotations
 
@@ -19,19 +19,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.memory.directory import job_node_path
-from launch.demo_job import FRAMEWORKS, LOST_NODE, NODES, REPLACEMENT, SMALL, agent_environment, clean, free_endpoint
+from launch.demo_job import (
+    FRAMEWORKS,
+    LOST_NODE,
+    NODES,
+    REPLACEMENT,
+    SMALL,
+    Tail,
+    agent_environment,
+    clean,
+    free_endpoint,
+)
 from tests.support.processes import ARENA, Processes, RunError, is_running
 
-PARTS = (
-    "detect", "teardown", "regroup", "start", "import", "rendezvous", "groups", "build", "decide", "load", "step",
-)  # fmt: skip
-"""Of the time from the kill to the first step that all ranks have finished, in their order."""
+_STARTING = ("detect", "teardown", "regroup", "start", "import", "rendezvous", "groups", "build")
+PARTS = (*_STARTING, "decide", "load", "step")
+"""The parts of the time from the kill to the first step that all ranks have finished, in order."""
 FAULTS = ("rank", "all", "node")
 MIN_STEPS = 4
-"""Of an attempt, before its fault."""
+"""Steps of an attempt before its fault."""
 SAVE_EVERY = 5
 TIMEOUT_SECS = 120.0
-"""Of a start, of a wait for the next fault, and of a way back."""
+"""Deadline of a start, of a wait for the next fault, and of a recovery."""
 _RENDEZVOUS = "join_timeout=600,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 """Heartbeats of torch's agents come up to two seconds apart."""
 _LOOK_SECS = 0.01
@@ -48,9 +57,8 @@ _JOB_SCRIPT = str(Path(__file__).with_name("recovery_job.py"))
 class Launcher(NamedTuple):
     """A command that takes torchrun's arguments: a module, and arguments of its own.
 
-    ``needs``: the module that it is made of; ``package``: the distribution that has it, where that is not torch or
-    ftckpt. ``warm``: what the log of an agent has once it is prepared for a restart. ``takes_script``: it does for a
-    script what the runner of its framework does.
+    ``needs``: the module that implements it; ``package``: its distribution, unless that is torch or ftckpt. ``warm``:
+    the line in the log of an agent that is prepared for a restart. ``takes_script``: no runner is needed.
     """
 
     module: tuple[str, ...]
@@ -67,16 +75,14 @@ class Launcher(NamedTuple):
             return False
 
 
+_NVRX = "nvidia_resiliency_ext.fault_tolerance"
 LAUNCHERS = {
     "torchrun": Launcher(("torch.distributed.run",), "torch.distributed.run"),
-    "ftckpt run": Launcher(
-        ("ftckpt.cli.main", "run"), "ftckpt.cli.run", warm=b"are preloaded", takes_script=True
-    ),
+    "ftckpt run": Launcher(("ftckpt.cli.main", "run"), "ftckpt.cli.run", warm=b"are preloaded", takes_script=True),
     "ft_launcher": Launcher(
-        ("nvidia_resiliency_ext.fault_tolerance.launcher", "--ignore-missing-fault-tol-cfg"),
-        "nvidia_resiliency_ext.fault_tolerance", "nvidia-resiliency-ext",
+        (f"{_NVRX}.launcher", "--ignore-missing-fault-tol-cfg"), _NVRX, package="nvidia-resiliency-ext"
     ),
-}  # fmt: skip
+}
 
 
 class Job(NamedTuple):
@@ -98,7 +104,7 @@ JOBS = {
 
 @dataclass
 class Rank:
-    """One process of a rank, and what it has noted: the newest time by name, and how many steps."""
+    """One process of a rank, and its notes: the newest by name, and the number of steps."""
 
     pid: int
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -109,27 +115,6 @@ class Rank:
         return next((self.notes[name]["time"] for name in names if name in self.notes), None)
 
 
-class Lines:
-    """New whole lines of files that others append to."""
-
-    def __init__(self) -> None:
-        self._offsets: dict[Path, int] = {}
-
-    def of(self, path: Path) -> list[bytes]:
-        offset = self._offsets.get(path, 0)
-        try:
-            if path.stat().st_size == offset:
-                return []
-        except FileNotFoundError:
-            return []
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]  # a killed writer may leave half a line
-        self._offsets[path] = offset + len(whole)
-        return whole.splitlines()
-
-
 class Run:
     """The agents of one run and their ranks. ``is_stored``: state comes from storage, not from ftckpt's memory."""
 
@@ -137,11 +122,11 @@ class Run:
         self._job, self._is_stored, self._name = JOBS[job], is_stored, f"bench-{uuid.uuid4().hex[:8]}"
         self._folder, self._stamps, self._events = folder, folder / "stamps", folder / "events"
         self._stamps.mkdir()
-        self._lines, self._processes = Lines(), Processes()
+        self._tail, self._processes = Tail(), Processes()
         self._pids: set[int] = set()
         self._ranks: dict[int, Rank] = {}
         self._protected: set[int] = set()
-        """Process ids of first ranks that have told of a protected snapshot."""
+        """Process ids of rank 0 that have reported a protected snapshot."""
         self._noticed = 0.0
         self._secs_of_step = 0.0
         self._launcher = LAUNCHERS[launcher]
@@ -160,14 +145,16 @@ class Run:
         if self._is_stored:
             (self._folder / "saved").mkdir()
         module = "" if self._launcher.takes_script else self._job.module
+        agent = {"--nnodes": len(NODES), "--nproc-per-node": self._job.per_node, "--local-addr": "127.0.0.1"}
+        agent |= {"--rdzv-backend": "c10d", "--rdzv-id": self._name, "--rdzv-endpoint": free_endpoint()}
+        agent |= {"--max-restarts": 9, "--monitor-interval": 0.1}
         return [
-            *(sys.executable, "-m", *self._launcher.module, "--nnodes", str(len(NODES))),
-            *("--nproc-per-node", str(self._job.per_node), "--local-addr", "127.0.0.1", "--rdzv-backend", "c10d"),
-            *("--rdzv-id", self._name, "--rdzv-endpoint", free_endpoint(), "--max-restarts", "9"),
-            *("--monitor-interval", "0.1"),
-            *(["-m", "--", module] if module else ["--"]), *script, *self._job.arguments,
-            *("--iterations", "1000000", "--log-file", str(self._folder / "log.jsonl")), *flags,
-        ]  # fmt: skip
+            *(sys.executable, "-m", *self._launcher.module),
+            *(str(word) for option in agent.items() for word in option),
+            *(["-m", "--", module] if module else ["--"]),
+            *(*script, *self._job.arguments, "--iterations", "1000000"),
+            *("--log-file", str(self._folder / "log.jsonl"), *flags),
+        ]
 
     def _start(self, node: str) -> None:
         """Start the agent of a node; it is a standby where two others train."""
@@ -178,14 +165,14 @@ class Run:
     def _log(self, node: str) -> Path:
         return self._folder / f"{node}.log"
 
-    def _said(self, node: str) -> bytes:
+    def _log_text(self, node: str) -> bytes:
         return self._log(node).read_bytes()
 
     def _wait_until_warm(self, *nodes: str) -> None:
         """Wait until agents are prepared for a restart."""
         end = time.monotonic() + WARM_SECS
         self._until(
-            lambda: time.monotonic() > end or all(self._launcher.warm in self._said(node) for node in nodes),
+            lambda: time.monotonic() > end or all(self._launcher.warm in self._log_text(node) for node in nodes),
             "agents were prepared for a restart",
         )
 
@@ -197,23 +184,23 @@ class Run:
         clean(self._name)
 
     def measure(self, faults: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Each fault, in turn, and the way back from it.
+        """Each fault in turn, and the recovery from it.
 
         Raises:
-            RunError: training did not begin, or did not come back in time.
+            RunError: training did not start, or did not recover in time.
         """
         for node in NODES:
             self._start(node)
         self._until(self._trains, "training began")
         self._wait_until_warm(*NODES)
-        return {fault: self._way_back(fault) for fault in faults}
+        return {fault: self._recover(fault) for fault in faults}
 
-    def _way_back(self, fault: str) -> dict[str, Any]:
+    def _recover(self, fault: str) -> dict[str, Any]:
         if fault == "node":
-            # Not before: where a rank is lost torch's rendezvous takes the standby for a node of the job, and each
-            # node in turn for a new one, for which the others start again, without end.
+            # Not earlier: after the loss of a rank torch's rendezvous takes the standby as a node of the job, and
+            # each node in turn as a new one, for which the others restart, without end.
             self._start(REPLACEMENT)
-            self._until(lambda: JOINS in self._said(REPLACEMENT), "the standby was there")
+            self._until(lambda: JOINS in self._log_text(REPLACEMENT), "the standby was there")
             time.sleep(STANDBY_SECS)
             self._wait_until_warm(REPLACEMENT)
         self._until(lambda: self._is_ready(fault), f"a state to go back to was there before fault {fault}")
@@ -234,15 +221,13 @@ class Run:
         self._ranks = {}
         self._until(is_back, f"training came back from fault {fault}")
         begun = min(rank.notes["process"]["time"] for rank in self._ranks.values())
-        told = {} if self._is_stored else {rank: self._told(rank) for rank in self._ranks}
-        for rank, notes in told.items():
-            self._ranks[rank].notes.update(notes)
+        for rank in () if self._is_stored else self._ranks:
+            self._ranks[rank].notes.update(self._events_of(rank))
         parts = parts_of(struck, self._noticed, min(ended or begun, begun), self._ranks.values())
         loaded = self._ranks[0].notes["loaded"]
-        return {
-            "secs": sum(parts.values()), "parts": parts, "lost": last - (loaded["iteration"] or 0),
-            "source": loaded.get("source", "storage"), "starts": (len(self._pids) - before) / len(old),
-        }  # fmt: skip
+        source, starts = loaded.get("source", "storage"), (len(self._pids) - before) / len(old)
+        lost = last - (loaded["iteration"] or 0)
+        return {"secs": sum(parts.values()), "parts": parts, "lost": lost, "source": source, "starts": starts}
 
     def _strike(self, fault: str) -> None:
         if fault == "node":
@@ -255,7 +240,7 @@ class Run:
             os.kill(self._ranks[rank].pid, signal.SIGKILL)
 
     def _is_ready(self, fault: str) -> bool:
-        """Whether a fault may strike: there is a state of this attempt to go back to."""
+        """Whether a fault may strike: this attempt has a state to restore."""
         if not self._trains() or any(rank.steps < MIN_STEPS for rank in self._ranks.values()):
             return False
         return "saved" in self._ranks[0].notes if self._is_stored else self._ranks[0].pid in self._protected
@@ -265,8 +250,8 @@ class Run:
         ranks = self._ranks.values()
         return len(ranks) == len(NODES) * self._job.per_node and all(rank.steps for rank in ranks)
 
-    def _told(self, rank: int) -> dict[str, dict[str, Any]]:
-        """What ftckpt's events say of a start, as notes."""
+    def _events_of(self, rank: int) -> dict[str, dict[str, Any]]:
+        """ftckpt's events of a start, as notes."""
         found: dict[str, dict[str, Any]] = {}
         lines = (self._events / f"rank{rank}.jsonl").read_bytes().splitlines()
         for event in map(json.loads, lines):
@@ -291,16 +276,16 @@ class Run:
             time.sleep(_LOOK_SECS)
 
     def _look(self) -> None:
-        """Take in what is new."""
+        """Reads new notes, events and log lines."""
         for path in self._stamps.iterdir():
             rank, pid, _ = path.name.split(".")
-            for line in self._lines.of(path):
+            for line in self._tail.lines(path):
                 self._on_note(int(rank), int(pid), json.loads(line))
-        for line in self._lines.of(self._events / "rank0.jsonl"):
+        for line in self._tail.lines(self._events / "rank0.jsonl"):
             if b'"protected"' in line and (event := json.loads(line))["event"] == "protected":
                 self._protected.add(event["pid"])
         for path in self._folder.glob("*.log"):
-            if any(_NOTICED.search(line) for line in self._lines.of(path)):
+            if any(_NOTICED.search(line) for line in self._tail.lines(path)):
                 self._noticed = self._noticed or time.time()
 
     def _on_note(self, rank: int, pid: int, note: dict[str, Any]) -> None:
@@ -323,12 +308,12 @@ class Run:
 
 
 def parts_of(struck: float, noticed: float, ended: float, ranks: Any) -> dict[str, float]:
-    """Seconds of each part, which ends when the last rank has come to its end: their sum is the whole way.
+    """Seconds of each part, which ends when the last rank has reached its end.
 
     Args:
-        noticed: when a launcher told that a rank is gone; 0: it did not.
-        ended: when the last process of the attempt before was gone.
-        ranks: what each rank of the attempt that trained has noted.
+        noticed: the time when a launcher reported the lost rank; 0: never.
+        ended: the time when the last process of the previous attempt was gone.
+        ranks: the ranks of the attempt that trained.
     """
     ranks = list(ranks)
     begun = [rank.notes["process"]["time"] for rank in ranks]

@@ -1,9 +1,9 @@
 """A training job without its compute, so that a few cores can show a pipeline's idle windows.
 
-Megatron's own schedule, messages, hooks and optimizer run as they do in training. Two things are replaced: what a
-transformer layer computes, by a wait that takes no core, and the rate of copies, by one that is given. Copies are
-real: all bytes go to the arena. What a copy costs the compute beside it cannot be seen in a wait, so it is modelled:
-a compute step takes ``interference`` times as much longer as copies of its rank ran during it.
+Megatron's own schedule, messages, hooks and optimizer run as in training. Two things are replaced: the compute of a
+transformer layer, by a wait that takes no core, and the rate of copies, by a given one. Copies are real: all bytes
+reach the arena. A wait cannot show how a copy slows concurrent compute, so that is modelled: a compute step takes
+longer by ``interference`` times the time for which copies of its rank ran during it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 
 from ftckpt.schedule.iteration import Iteration
 
-# What a sleep may be too long or too short by, on a kernel without real-time scheduling.
+# The error of a sleep on a kernel without real-time scheduling.
 _PRECISION_SECS = 50e-6
 _CREDIT_SECS = 2e-3
-"""Most that a copy which the scheduler made late is taken off the next one."""
+"""The most of a late copy's delay that is taken off the next one."""
 
 
 def sleep_until(due: float) -> None:
-    """Return at ``time.perf_counter()`` ``due``, or at once where that is past."""
+    """Returns at ``time.perf_counter()`` ``due``, or at once if that is past."""
     while (left := due - time.perf_counter()) > 0:
         time.sleep(left)
 
 
 class SlowCopies:
-    """Holds background copies to ``bytes_per_sec`` and knows when they ran; one per process."""
+    """Limits background copies to ``bytes_per_sec`` and records when they ran; one per process."""
 
     def __init__(self) -> None:
         from ftckpt.capture import copier
@@ -45,12 +45,12 @@ class SlowCopies:
         copier.copy_chunk = self._slow
 
     def clear(self) -> None:
-        """Forget the copies that are done."""
+        """Forgets the finished copies."""
         with self._lock:
             self._spans.clear()
 
     def secs_since(self, begin: float) -> float:
-        """How long copies have run since ``begin``."""
+        """The time for which copies have run since ``begin``."""
         now = time.perf_counter()
         with self._lock:
             done = sum(max(0.0, end - max(start, begin)) for start, end in self._spans)
@@ -70,31 +70,20 @@ class SlowCopies:
             self._running = math.inf
 
 
-class _Silent:
-    def start(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron.core.timers."""
-
-    def stop(self, *args: Any, **kwargs: Any) -> None:
-        """See megatron.core.timers."""
-
-
-class _Step(_Silent):
-    """Makes what lies between ``start`` and ``stop`` as long as it is said to be."""
+class _Step:
+    """A timer that makes the time between ``start`` and ``stop`` as long as given, or changes nothing without one."""
 
     def __init__(self, secs: float, steps: TimedSteps) -> None:
-        self._secs = secs
-        self._steps = steps
-        self._begin = 0.0
+        self._secs, self._steps, self._begin = secs, steps, 0.0
 
     def start(self, *args: Any, **kwargs: Any) -> None:
-        """A compute step begins."""
         self._begin = time.perf_counter()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the rest of its time, which grows while copies run beside it."""
+        """Waits for the rest of the time, which grows while copies run."""
         steps = self._steps
-        # Again after each sleep: a copy that began meanwhile makes this step longer.
-        while True:
+        # Again after each sleep: a copy that started meanwhile makes this step longer.
+        while self._secs:
             due = self._begin + self._secs + steps.interference * steps.copies.secs_since(self._begin)
             if due - time.perf_counter() < _PRECISION_SECS:
                 return
@@ -102,43 +91,42 @@ class _Step(_Silent):
 
 
 class TimedSteps:
-    """Stands where ``config.timers`` does: Megatron starts and stops one around each compute step.
+    """A replacement for ``config.timers``: Megatron starts and stops one around each compute step.
 
-    A step ends a set time after its begin, whatever of it the remains of real compute (embedding, loss, autograd)
-    took: stages are balanced.
+    A step ends a fixed time after its start, however long the remaining real compute (embedding, loss, autograd)
+    takes: stages are balanced.
     """
 
     def __init__(self, forward_secs: float, backward_secs: float, copies: SlowCopies) -> None:
-        self.interference = 0.0
-        self.copies = copies
-        self._silent = _Silent()
+        self.interference, self.copies = 0.0, copies
+        self._other = _Step(0.0, self)
         self._steps = {
             "forward-compute": _Step(forward_secs, self),
             "backward-compute": _Step(backward_secs, self),
         }
 
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> _Step:
         """The timer of that name."""
-        return self._steps.get(name, self._silent)
+        return self._steps.get(name, self._other)
 
 
 def empty_layers(model: Sequence[torch.nn.Module]) -> None:
-    """Have transformer layers hand on what they are given; their gradients are zeros."""
+    """Makes transformer layers return their input; their gradients are zeros."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, TransformerLayer):
-                module.forward = _hand_on  # type: ignore[method-assign]
+                module.forward = _identity  # type: ignore[method-assign]
 
 
-def _hand_on(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    # A tensor of its own: the pipeline frees what a stage has sent.
+def _identity(hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    # A copy: the pipeline frees a tensor that a stage has sent.
     return hidden_states.clone(), None
 
 
 class Listener:
-    """In the checkpointer's place when ftckpt is off: notes the spans that the hooks tell, and does nothing."""
+    """Replaces the checkpointer when ftckpt is off: records the spans that the hooks report."""
 
     def __init__(self) -> None:
         self.iterations: list[Iteration] = []

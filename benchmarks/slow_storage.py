@@ -1,4 +1,4 @@
-"""Storage as a restart finds it: files that are not in memory, and a disk that gives only so many bytes a second."""
+"""Slow storage: files that are not in the page cache, and a disk with a limited rate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ _V1, _V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
 
 
 def drop(folder: Path) -> int:
-    """Take the files below ``folder`` out of the page cache; returns their bytes.
-
-    Raises:
-        RuntimeError: some of them stay, as on a tmpfs.
-    """
+    """Removes the files below ``folder`` from the page cache; returns their bytes. Raises RuntimeError if some stay,
+    as on a tmpfs."""
     nbytes = 0
     for path in _files(folder):
         with open(path, "rb") as file:
@@ -31,7 +28,7 @@ def drop(folder: Path) -> int:
 
 
 def cached_bytes(folder: Path) -> int:
-    """Bytes of the files below ``folder`` that lie in the page cache, in whole pages."""
+    """Bytes of the files below ``folder`` that are in the page cache, in complete pages."""
     mincore, page = ctypes.CDLL(None, use_errno=True).mincore, os.sysconf("SC_PAGE_SIZE")
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     pages = 0
@@ -45,7 +42,7 @@ def cached_bytes(folder: Path) -> int:
 
 
 def read_all(folder: Path) -> int:
-    """Read all files below ``folder``, one after the other; returns their bytes."""
+    """Reads all files below ``folder``, one after the other; returns their bytes."""
     nbytes, buffer = 0, bytearray(4 << 20)
     for path in _files(folder):
         with open(path, "rb", buffering=0) as file:
@@ -55,9 +52,8 @@ def read_all(folder: Path) -> int:
 
 
 class DiskLimit:
-    """A cgroup whose processes read (or write, where ``way`` says so) at most ``bytes_per_sec`` together at the disk
-    of ``path``, through the page cache or not. Whatever reads is slowed alike: read(), mmap, and what the kernel
-    reads ahead; of what is written that which these processes themselves bring to the disk.
+    """A cgroup whose processes together read, or write, at most ``bytes_per_sec`` at the disk of ``path``,
+    through the page cache or not: read(), mmap and read-ahead; of writes those that these processes flush.
 
     Raises:
         OSError: this process may make none, or the kernel has no such limit.
@@ -66,7 +62,6 @@ class DiskLimit:
     def __init__(self, name: str, path: Path, bytes_per_sec: int, way: str = "read") -> None:
         root = _V1 if _V1.is_dir() else _V2
         self.folder = root / name
-        self._root = root
         self.folder.mkdir()
         try:
             if root == _V1:
@@ -98,7 +93,7 @@ def limited(group: str) -> Iterator[None]:
 
 
 def _procs_of(root: Path) -> Path:
-    """Where this process is now in the hierarchy at ``root``."""
+    """The ``cgroup.procs`` of this process in the hierarchy at ``root``."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, place = line.split(":", 2)
         if root.name in controllers.split(",") or (root == _V2 and number == "0"):

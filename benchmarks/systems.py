@@ -1,6 +1,6 @@
-"""Systems that snapshot a job, behind one interface: torch's own and peers, as each documents it for frequent use.
+"""Systems that snapshot a ``TrainingJob``: torch's own and peers, as each documents it for frequent use.
 
-A job has ``tensors`` (its state on this rank, by name) and ``on_cuda``. Packages of peers are imported when they run.
+Packages of peers are imported when they run.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ class System:
     """``save`` at the boundary, ``fence`` before the optimizer. The base does nothing: the noise of a measurement."""
 
     package = ""
-    """Distribution that it comes with, where that is not torch or ftckpt."""
+    """Its distribution, unless that is torch or ftckpt."""
 
     def __init__(self, job: Any, folder: str, **options: Any) -> None:
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
         self.stored_secs: list[float] = []
-        """From the begin of a save until the files of this rank are complete, or on the disk."""
+        """From the start of a save until the files of this rank are complete, or on the disk."""
         os.makedirs(folder, exist_ok=True)
         self.setup(**options)
 
     def setup(self) -> None: ...
 
     def save(self, iteration: int) -> bool | None:
-        """Begin a snapshot; False: it was left out."""
+        """Starts a snapshot; False: it was skipped."""
 
     def fence(self) -> None: ...
 
     def settle(self) -> None:
-        """Train until a snapshot costs what it costs from then on."""
+        """Trains until the cost of a snapshot is constant."""
 
     def drain(self) -> None:
-        """Wait until no save is under way, and all that it needs runs."""
+        """Waits until no save is under way, and all that it needs runs."""
 
     def close(self) -> None: ...
 
     def reset(self) -> None:
-        """Forget what was noted while it warmed up."""
+        """Forgets the figures of the warm-up."""
         self.stored_secs.clear()
 
     def notes(self) -> dict[str, Any]:
-        """What the system itself tells of its snapshots."""
+        """The system's own figures of its snapshots."""
         return {}
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -69,18 +69,18 @@ class System:
         return {f"rank{self.rank}.{name}": tensor for name, tensor in self.job.tensors.items()}
 
     def note_stored(self, future: Any) -> None:
-        """Note when what ``future`` stands for is stored."""
+        """Notes the time when ``future`` is done."""
         begin = time.perf_counter()
         future.add_done_callback(lambda _: self.stored_secs.append(time.perf_counter() - begin))
 
     def remove_old(self, pattern: str, keep: int) -> None:
-        """Remove all that match but the newest ``keep``, off the training thread."""
+        """Removes all that match except the newest ``keep``, outside the training thread."""
         old = sorted(glob.glob(f"{self.folder}/{pattern}"), key=os.path.getmtime)[:-keep]
         threading.Thread(target=lambda: [remove(Path(path)) for path in old]).start()
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Removes a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -88,7 +88,7 @@ def remove(path: Path) -> None:
 
 
 class TorchSave(System):
-    """A file for each rank, written while training waits, and brought to the disk by a thread; keeps two."""
+    """A file per rank, written while training waits, and synced by a thread; keeps two."""
 
     def save(self, iteration: int) -> None:
         begin, path = time.perf_counter(), f"{self.folder}/step{iteration}.{self.rank}"
@@ -107,8 +107,8 @@ class TorchSave(System):
 class Dcp(System):
     """torch's DefaultStager as it comes: a thread copies, to pinned memory where there is a device.
 
-    ``writes``: ``async_save`` writes that, in a thread or in a ``process``, and a save waits for the one before;
-    otherwise what was staged stays in memory. Keeps two.
+    ``writes``: ``async_save`` writes the copy, in a thread or in a ``process``, and a save waits for the one before;
+    otherwise the copy stays in memory. Keeps two.
     """
 
     def setup(self, writes: bool = True, process: bool = True) -> None:
@@ -133,10 +133,8 @@ class Dcp(System):
             self._written.result()
         if self.rank == 0:
             self.remove_old("step*", 1)
-        saved: Any = dcp.async_save(
-            self.named_tensors(), checkpoint_id=f"{self.folder}/step{iteration}", process_group=self._group,
-            async_checkpointer_type=self._kind, async_stager=self._stager,
-        )  # fmt: skip
+        how = {"async_checkpointer_type": self._kind, "async_stager": self._stager, "process_group": self._group}
+        saved: Any = dcp.async_save(self.named_tensors(), checkpoint_id=f"{self.folder}/step{iteration}", **how)
         self._staged, self._written = saved.staging_completion, saved.upload_completion
         self.note_stored(self._written)
 
@@ -204,10 +202,8 @@ class LmResiliency(System):
         from lm_resiliency.checkpointing.manager import InMemoryCheckpointManager
 
         has_partner = {"replication_jump": 1} if dist.get_world_size() > 1 else {}
-        config = InMemoryCkptConfig(
-            interval=1, disk_flush_interval=0, disk_folder=self.folder, run_id="bench", pin_memory=self.job.on_cuda,
-            **has_partner,
-        )  # fmt: skip
+        disk = {"disk_flush_interval": 0, "disk_folder": self.folder, "run_id": "bench"}
+        config = InMemoryCkptConfig(interval=1, pin_memory=self.job.on_cuda, **disk, **has_partner)
         self._manager = InMemoryCheckpointManager(config)
 
     def save(self, iteration: int) -> None:

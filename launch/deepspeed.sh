@@ -19,7 +19,7 @@
 # nodes they end when they notice, which over NCCL takes up to the timeout of the process group, and only then can the
 # next start begin. launch/torchrun.sh and launch/a100.sbatch are quicker there, and take --runner ftckpt.deepspeed too.
 #
-# Where the job names storage: on SIGTERM, SIGINT or SIGUSR1, and when the restarts are used up, the newest whole snapshot
+# Where the job names storage: on SIGTERM, SIGINT or SIGUSR1, and when the restarts are used up, the newest committed snapshot
 # goes there, within FTCKPT_SAVE_SECS (90); the last line of each node says what came there. The processes have
 # FTCKPT_GRACE_SECS (60) before that to end. A second SIGINT leaves at once. With a hostfile the launcher starts that on all
 # its nodes, but not with --deepspeed-arg --include or --exclude.

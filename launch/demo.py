@@ -1,21 +1,21 @@
-"""Kills ranks of a training job and shows that it comes back from memory, bit for bit.
+"""Kills ranks of a training job and shows that it resumes from memory, bit for bit.
 
 Trains a small language model with 8 ranks under two agents of ftckpt run, two simulated nodes, with Megatron-core or
-DeepSpeed. Once undisturbed and without ftckpt: the reference. Then with ftckpt and with faults:
+DeepSpeed. First undisturbed and without ftckpt: the reference. Then with ftckpt and with faults:
 
   rank     one rank is killed by SIGKILL in the middle of an iteration
   writing  one rank is killed while it writes a slot of its arena
   all      all eight ranks are killed at once
   node     a node is lost: its agent, its ranks, its snapshot management process and its memory; another joins
 
-Every loss and the hashes of the final state of every rank must be those of the reference. At last, with
-Megatron-core, runs of their own:
+Every loss and the hashes of the final state of every rank must equal the reference. Then, with Megatron-core, in runs
+of their own:
 
-  shrink   a node is lost and nothing takes its place: the job goes on with four ranks in another layout
-  limit    time is up: the snapshot goes to storage, memory is emptied, and four ranks go on from there
+  shrink   a node is lost without a replacement: the job continues with four ranks in another layout
+  limit    time is up: the snapshot is flushed to storage, memory is emptied, and four ranks resume from there
 
-Weights, masters and moments right after these restarts must be those of the reference, in every bit. The report
-is the page that ftckpt report makes of any run, with the verdict. Where a run fails it shows what came before.
+Weights, masters and moments right after these restarts must equal the reference in every bit. The report is the page
+that ftckpt report makes of any run, with the verdict. If a run fails, it shows the runs before it.
 """
 
 from __future__ import annotations
@@ -58,26 +58,24 @@ from launch.demo_job import (
 )
 from tests.support.processes import RunError
 
-# An exception in place of the default: ``execute`` must end what it has started, and free its memory.
+# An exception instead of the default: ``execute`` must end its processes and free their memory.
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 _RESHAPING_ITERATIONS = 10
 KINDS = ("weights", "masters", "moments", "steps", "learning rates", "RNG states")
 _ROLES = {"weight": "weights", "master": "masters", "exp_avg": "moments", "exp_avg_sq": "moments", "step": "steps"}
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The demo's own arguments, and those that go to the framework's script."""
+    """The demo's own arguments, and those of the framework's script."""
 
     def either(name: str) -> str:
         return " or ".join(str(getattr(framework, name)) for framework in FRAMEWORKS.values())
 
     jobs = "\n".join(f"  {name:10s} {framework.job}" for name, framework in FRAMEWORKS.items())
     epilog = f"jobs:\n{jobs}\n\nAny other argument, --hidden 256 for example, goes to launch/{either('script')}.py."
-    parser = argparse.ArgumentParser(
-        prog="demo.sh", description=__doc__, epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    how: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(prog="demo.sh", description=__doc__, epilog=epilog, **how)
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
     parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them")
     parser.add_argument("--iterations", type=int, help="default: 28, with --scene 16")
@@ -98,7 +96,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``compared`` counts tensors by kind; ``differences`` names every loss and tensor that is not equal."""
+    """``compared`` counts tensors by kind; ``differences`` names every loss and tensor that differs."""
 
     num_losses: int
     compared: dict[str, int] = field(default_factory=dict)
@@ -111,12 +109,11 @@ class Comparison:
 
 
 def compare(reference: Run, faulted: Run) -> Comparison:
-    """Every loss that was logged, those of iterations trained again included, and all final hashes."""
+    """Compares every logged loss, also of iterations trained again, and all final hashes."""
     expected = {line["iteration"]: line["loss_hex"] for line in reference.lines}
     differences = [
         f"loss of iteration {line['iteration']}: {line['loss_hex']} is not {expected.get(line['iteration'])}"
         for line in faulted.lines
-        # Iterations that were trained again are logged again, and compared again.
         if line["loss_hex"] != expected.get(line["iteration"])
     ]
     missing = sorted(expected.keys() - {line["iteration"] for line in faulted.lines})
@@ -151,7 +148,7 @@ def _kind(tensor: str) -> str:
 
 
 def compare_reshaped(reference: Run, run: Run, restart: Recovery) -> dict[str, Any]:
-    """What a run has shown that went on in another layout, its logical tensors compared right after the restart.
+    """The findings of a run that continued in another layout: its logical tensors, compared right after the restart.
 
     Raises:
         RunError: nothing was reshaped, or a run has no digests of the iteration.
@@ -192,10 +189,10 @@ def _digest(path: Path, iteration: int, restored: bool) -> dict[str, Any]:
 
 
 def costs_of(run: Run) -> list[Recovery]:
-    """What each fault of a run cost, as its report tells it.
+    """The cost of each fault of a run, from its report.
 
     Raises:
-        RunError: a fault is not followed by a restart of its own that trained on, or a lost shard was not rebuilt.
+        RunError: a fault has no restart of its own that trained, or a lost shard was not rebuilt.
     """
     restarts = read_history(run.folder).restarts
     if [restart.name for restart in restarts if restart.trained] != [strike.name for strike in run.strikes]:
@@ -222,7 +219,7 @@ def cost_table(restarts: Sequence[Recovery]) -> str:
 
 @dataclass
 class Findings:
-    """What the runs have shown so far; ``runs`` has those that began, the reference first."""
+    """The findings so far; ``runs`` has those that were started, the reference first."""
 
     runs: list[Run] = field(default_factory=list)
     comparison: Comparison | None = None
@@ -235,17 +232,16 @@ def train_all(args: argparse.Namespace, training: Sequence[str], found: Findings
     """All runs; fills ``found``.
 
     Raises:
-        RunError: a run failed, or a fault did not do what it is there for.
+        RunError: a run failed, or a fault had no effect.
     """
     job = f"demo-{os.getpid()}-{time.time_ns() % 10**9}"
     iterations, framework = args.iterations, args.framework
     length = ["--iterations", str(iterations)]
     print(f"demo: {framework.title}: {framework.job}", flush=True)
     print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
-    reference = Run(
-        "reference", args.out / "reference", framework, [*training, *length], every=5,
-        digested=_RESHAPING_ITERATIONS if args.reshaping else None,
-    )  # fmt: skip
+    digested = _RESHAPING_ITERATIONS if args.reshaping else None
+    folder = args.out / "reference"
+    reference = Run("reference", folder, framework, [*training, *length], every=5, digested=digested)
     found.runs.append(reference)
     execute(reference, job)
     if args.scenes:
@@ -274,7 +270,7 @@ def train_all(args: argparse.Namespace, training: Sequence[str], found: Findings
 
 
 def summarize(framework: Framework, found: Findings) -> dict[str, Any]:
-    """Everything that was found out."""
+    """All findings as JSON."""
     compared = found.comparison or Comparison(0)
     return {
         "failure": found.failure,
@@ -292,7 +288,7 @@ def summarize(framework: Framework, found: Findings) -> dict[str, Any]:
 
 
 def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], job: str) -> Run:
-    """A shorter run that loses a node for good, or all that was in memory."""
+    """A shorter run that loses a node without replacement, or all memory."""
     iterations = min(args.iterations, _RESHAPING_ITERATIONS)
     folder = args.out / name
     strike = Strike(name, iterations // 2, (folder / f"fired-{name}").resolve())
@@ -301,7 +297,7 @@ def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], 
         settings["persist"] = str((args.out / "storage").resolve())
     print(f"demo: {iterations} iterations in {' or '.join(LAYOUTS)}, and 1 fault: {name}", flush=True)
     length = ["--iterations", str(iterations)]
-    # Where time is up all nodes end at once: until then none is to be missing.
+    # In the scene limit all nodes end at once: until then none may be missing.
     least_nodes = 1 if name == SHRINK else len(NODES)
     return Run(name, folder, args.framework, [*training, *length], settings, [strike], least_nodes, digested=0)
 
@@ -317,7 +313,7 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     exact, reshapes = summary["bit_exact"], summary["reshapes"]
     differences = [difference for reshape in reshapes for difference in reshape["differences"]]
-    for difference in [*summary["differences"], *differences][:_MOST_NAMED]:
+    for difference in [*summary["differences"], *differences][:_MAX_NAMED]:
         print(f"demo: {difference}")
     verdicts: dict[str, Any] = {"framework": summary["framework"]}
     if summary["failure"]:
@@ -339,85 +335,84 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
     return 0 if exact is not False and bit_equal and not summary["failure"] else 1
 
 
-_TIME_IS_UP = "Time is up: the snapshot goes to storage, all memory is emptied, and one of two nodes starts again"
-
-
 def _differ(verdict: dict[str, Any]) -> str:
     return f"{len(verdict['differences'])} differences"
 
 
 def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
-    """What the page says beyond the events of the run: the verdict, the reference, what was compared."""
-    exact, reshapes, faults = summary["bit_exact"], summary["reshapes"], summary["faults"]
-    bit_equal = all(reshape["bit_equal"] for reshape in reshapes)
-    # The head is about what went wrong, if anything did.
-    reshaped = exact is None or (exact and not bit_equal)
-    good = bit_equal if reshaped else exact
-    equal = "bit-equal in another layout" if reshaped else f"bit-exact after {count(len(faults), 'fault')}"
-    text = "What lay in memory, or on storage, went on in another layout."
-    if not reshaped:
-        text = (
-            "Every loss and the final state of every rank are, bit for bit, those of a run that nothing "
-            "disturbed. Each restart took its snapshot from the memory of the nodes; storage held none."
-        )
-        if nbytes := sum(fault["rebuilt_bytes"] for fault in faults):
-            text += f" What lay in the memory of a lost node, {human(nbytes)}, was rebuilt from parity."
-    lost = [difference for reshape in reshapes for difference in reshape["differences"]]
-    differences = lost if reshaped else summary["differences"]
-    title = f"Not {equal}" if not good else equal[0].upper() + equal[1:]
-    if summary["failure"]:
-        good, differences = False, [summary["failure"].partition("\n")[0]]
-        title, text = "A run failed", "The page shows what came before:"
-    elif not good:
-        text = f"{len(differences)} losses or tensors differ from the reference; the first are:"
-    tiles, sections = {}, [_reshape_section(reshape) for reshape in reshapes]
-    if exact is not None:
-        compared = summary["num_tensors_compared"]
-        tiles["losses compared, bit for bit"] = str(summary["num_losses_compared"])
+    """The additions to the page of the run: the verdict, the reference, and the comparison."""
+    is_good, title, text, differences = _verdict(summary)
+    tiles, sections = {}, [_reshape_section(reshape) for reshape in summary["reshapes"]]
+    if summary["bit_exact"] is not None:
+        compared, losses = summary["num_tensors_compared"], str(summary["num_losses_compared"])
+        tiles["losses compared, bit for bit"] = losses
         tiles["hashes of final tensors compared"] = f"{sum(compared.values()):,}"
-        rows = [
-            ["losses", str(summary["num_losses_compared"])],
-            *([kind, f"{num:,}"] for kind, num in compared.items()),
-        ]
+        rows = [["losses", losses], *([kind, f"{num:,}"] for kind, num in compared.items())]
         note = "Losses as hexadecimal floats, tensors as SHA-256 of their bytes, of every rank."
         sections.append(PageSection("What was compared", note, heads=["kind", "compared"], rows=rows))
+    conditions = {
+        "job": f"{summary['framework']}: {summary['job']}",
+        "command": summary["command"],
+        "date": summary["date"],
+        "run": ", ".join(f"{name} {secs:.0f} s" for name, secs in summary["run_secs"].items()),
+    }
     return Additions(
-        title=title,
-        text=text,
-        tone="good" if good else "bad",
-        items=[] if good else differences[:_MOST_NAMED],
+        title,
+        text,
+        "good" if is_good else "bad",
+        [] if is_good else differences[:_MAX_NAMED],
         reference=[(line["iteration"], line["loss"]) for line in runs[0].lines],
         reference_name="reference: nothing killed, ftckpt off",
         tiles=tiles,
         sections=sections,
-        conditions={
-            "job": f"{summary['framework']}: {summary['job']}",
-            "command": summary["command"],
-            "date": summary["date"],
-            "run": ", ".join(f"{name} {secs:.0f} s" for name, secs in summary["run_secs"].items()),
-        },
+        conditions=conditions,
     )
 
 
+def _verdict(summary: dict[str, Any]) -> tuple[bool, str, str, list[str]]:
+    """The head of the page: whether all is equal, title, text, and differences; a failure comes first."""
+    exact, reshapes, faults = summary["bit_exact"], summary["reshapes"], summary["faults"]
+    if summary["failure"]:
+        return False, "A run failed", "The page shows the events before it:", [summary["failure"].partition("\n")[0]]
+    bit_equal = all(reshape["bit_equal"] for reshape in reshapes)
+    if exact is None or (exact and not bit_equal):
+        differences = [difference for reshape in reshapes for difference in reshape["differences"]]
+        is_good, equal = bit_equal, "bit-equal in another layout"
+        text = "The state from memory, or from storage, was restored in another layout."
+    else:
+        differences, is_good, equal = summary["differences"], exact, f"bit-exact after {count(len(faults), 'fault')}"
+        text = (
+            "Every loss and the final state of every rank are, bit for bit, those of an undisturbed run. Each "
+            "restart took its snapshot from the memory of the nodes; storage held none."
+        )
+        if nbytes := sum(fault["rebuilt_bytes"] for fault in faults):
+            text += f" The memory of a lost node, {human(nbytes)}, was rebuilt from parity."
+    if is_good:
+        return True, equal[0].upper() + equal[1:], text, []
+    text = f"{len(differences)} losses or tensors differ from the reference; the first are:"
+    return False, f"Not {equal}", text, differences
+
+
 def _reshape_section(reshape: dict[str, Any]) -> PageSection:
-    """A scene after which the job goes on in another layout."""
+    """A scene after which the job continues in another layout."""
     num = sum(reshape["tensors_compared"].values())
     verdict = f"{num} logical tensors, all equal to the reference in every bit"
     if not reshape["bit_equal"]:
         verdict = f"{_differ(reshape)} of {num}: {', '.join(reshape['differences'][:5])}"
-    moved = f"{human(reshape['read_bytes'])} read, {human(reshape['received_bytes'])} received from other ranks"
     rows = {
         "weights, masters, moments, steps": verdict,
-        "moved": moved,
+        "moved": f"{human(reshape['read_bytes'])} read, {human(reshape['received_bytes'])} received from other ranks",
         "losses afterwards": f"at most {reshape['largest_difference_of_a_loss']:.3f} from those of the reference",
     }
-    what = "A node is lost and nothing takes its place" if reshape["scene"] == SHRINK else _TIME_IS_UP
+    what, title = "A node is lost without a replacement", "Another layout"
+    if reshape["scene"] == LIMIT:
+        what = "Time is up: the snapshot is flushed, all memory is emptied, and one of two nodes starts again"
+        title = "Another layout, from storage"
     note = (
-        f"{what}: the job goes on with the ranks that there are, in the first layout of its list that fits them. "
-        "Dropout masks depend on the layout, so that losses differ a little."
+        f"{what}: the job continues with the remaining ranks, in the first layout of its list that fits them. "
+        "Dropout masks depend on the layout, so losses differ a little."
     )
     heads, cells = restart_table([Recovery(**reshape["restart"])])
-    title = "Another layout" if reshape["scene"] == SHRINK else "Another layout, from storage"
     return PageSection(title, note, heads=heads, rows=cells, terms=rows)
 
 

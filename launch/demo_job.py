@@ -1,7 +1,7 @@
-"""The demo's jobs: eight ranks under two agents of ``ftckpt run``, two simulated nodes, with faults, and watched.
+"""The demo's jobs: eight ranks under two agents of ``ftckpt run``, two simulated nodes, with faults.
 
-Run as a script it is a rank of such a job: the example script that is named first, with the faults of the plan that
-FTCKPT_TEST_FAULTS names.
+As a script it is a rank of such a job: it runs the example script of its first argument with the faults of the plan
+in FTCKPT_TEST_FAULTS.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from ftckpt.errors import ArenaError, FtckptError
 from ftckpt.memory.directory import clean_job, job_node_path, list_arenas
 from ftckpt.smp.client import SmpClient
 from tests.support import faults
-from tests.support.processes import ARENA, ROOT, STOP_SECS, Processes, RunError, is_running
+from tests.support.processes import ARENA, STOP_SECS, Processes, RunError, is_running
+from tests.support.repository import ROOT
 
 NODES = ("node0", "node1")
 LOST_NODE, REPLACEMENT = "node1", "node2"
 RANKS_PER_NODE = 4
 WORLD_SIZE = RANKS_PER_NODE * len(NODES)
 LAYOUTS = ("tp2pp2dp2", "tp2pp1dp2")
-"""Of eight ranks, and of the four of one node."""
+"""The layouts of eight ranks, and of the four ranks of one node."""
 
-# Small chunks and objects, because so is the model: a slot is to have several chunks, and arenas, parity and packages
-# of both nodes are to fit the 64 MB of /dev/shm that containers often have. Between two faults are few iterations.
+# Small chunks and objects for a small model: a slot must have several chunks, and arenas, parity and packages of both
+# nodes must fit the 64 MB of /dev/shm that containers often have.
 SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_size": "1MiB"}
 
-# An agent that is silent for three seconds is lost: the others wait that long before a standby takes its place. Where
-# fewer nodes are enough they go on without one after the last call.
+# An agent that is silent for three seconds is lost; then a standby takes its place, or, if fewer nodes suffice, the
+# others continue after the last call.
 _RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 _POLL_SECS = 0.02
 _STALL_SECS = 180.0
-"""Without any progress, after which a run has failed. It may take as long as it likes."""
+"""Time without progress after which a run has failed."""
 _OCCASIONS = 8
-"""Iterations in which a snapshot may be met that is written, or training waits for SMPs that protect one."""
+"""Iterations in which the fault may find a snapshot being written, or training waits for SMPs."""
 _EARLIER = 3
-"""Iterations before the fault in which training waits already: a snapshot is protected some after it was taken."""
+"""Iterations before the fault in which training already waits: protection takes some iterations."""
 _ASK_SECS, _ANSWER_SECS = 1.0, 5.0
-"""Between two questions to SMPs whether they do, and for an answer."""
+"""Interval of queries to SMPs, and the timeout of an answer."""
 
 Settings = Mapping[str, Any]
 """Fields of ftckpt's ``Config``; empty: train without ftckpt."""
@@ -58,10 +59,10 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Framework:
-    """What trains: the script ``launch/<script>.py`` with ``arguments``, and with those that ``configure`` makes of
-    ftckpt's settings; it may write files into the run's folder.
+    """The script ``launch/<script>.py`` with ``arguments``, and with those that ``configure`` makes of ftckpt's
+    settings; it may write files into the run's folder.
 
-    ``reshapes``: the job can go on with fewer ranks, and its script logs what all ranks together hold.
+    ``reshapes``: the job can continue with fewer ranks, and its script logs digests of all ranks' state.
     """
 
     title: str
@@ -120,9 +121,9 @@ FRAMEWORKS = {
 class Scene:
     """A fault: ``text`` with its iteration describes it, ``label`` marks it in charts.
 
-    A rank, or all, are killed at ``point``. Where ``rank`` is None, ``node`` is lost in the middle of an iteration,
-    whose place ``replacement`` takes, or nothing; without a ``node`` all of them end, with what memory held, and the
-    first of them starts again.
+    A rank, or all, are killed at ``point``. If ``rank`` is None, ``node`` is lost in the middle of an iteration, and
+    ``replacement``, if any, takes its place; without a ``node`` all nodes end with their memory, and the first one
+    starts again.
     """
 
     text: str
@@ -138,7 +139,7 @@ class Scene:
 _NODE = f"all of {LOST_NODE} lost in iteration {{}}: its agent, its ranks, its SMP, its memory;"
 SHRINK, LIMIT = "shrink", "limit"
 RESHAPING = (SHRINK, LIMIT)
-"""Scenes after which the job goes on in another layout; each has a run of its own."""
+"""Scenes after which the job continues in another layout; each has a run of its own."""
 SCENES = {
     "rank": Scene("rank 5 killed in the middle of iteration {}", "one rank killed", 5, "forward", 3),
     # Ordinal 1: one chunk is in the slot already.
@@ -160,7 +161,8 @@ SCENES = {
 
 @dataclass(frozen=True)
 class Strike:
-    """A scene's fault in a run, in ``iteration`` or the first occasion after; ``marker`` says that it struck."""
+    """A scene's fault in a run, in ``iteration`` or at the first later occasion; the file ``marker`` shows that it
+    struck."""
 
     name: str
     iteration: int
@@ -172,21 +174,21 @@ class Strike:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that kill themselves."""
+        """The ranks that kill themselves."""
         rank = self.scene.rank
         return [] if rank is None else list(range(WORLD_SIZE)) if rank == "all" else [rank]
 
     def plan(self) -> list[faults.Fault]:
-        """The first of these that comes is the fault: not every iteration has a snapshot to interrupt.
+        """The faults of which the first to occur counts: not every iteration has a snapshot to interrupt.
 
-        A node is lost once a snapshot is protected: until then training waits in each iteration, from some before on,
-        and ``Watch`` ends that.
+        A node is lost once a snapshot is protected: until then training waits in each iteration, from some before the
+        fault on, and ``Watch`` ends the waits.
         """
         scene = self.scene
         if scene.rank is None:
             iterations = range(self.iteration - _EARLIER, self.iteration + _OCCASIONS)
             waits = ((at, self.marker.with_name(f"{self.marker.name}-wait{at}")) for at in iterations)
-            # Not at the boundary: a rank that waits there has not chosen yet what the others have.
+            # Not at the boundary: a rank that waits there has not voted yet.
             return [faults.Fault(0, at, "forward", marker, "wait", secs=2 * _STALL_SECS) for at, marker in waits]
         first = faults.Fault(scene.rank, self.iteration, scene.point, self.marker, "kill", scene.ordinal, scene.secs)
         later = self._occasions() if scene.point == "copy" else [self.iteration]
@@ -196,7 +198,7 @@ class Strike:
         return range(self.iteration, self.iteration + _OCCASIONS)
 
     def marks(self) -> list[dict[str, Any]]:
-        """What is known of the fault once it has struck: of each rank that killed itself, or of the lost node."""
+        """The facts of a fault that has struck: of each rank that killed itself, or of the lost node."""
         injected = self.plan()[:1]
         paths = [fault.marker_of(rank) for fault in injected for rank in self.ranks] or [self.marker]
         try:
@@ -207,10 +209,10 @@ class Strike:
 
 @dataclass
 class Run:
-    """One training run: where it writes, more arguments of its script, ftckpt's settings, and the faults in it.
+    """One training run: its folder, further arguments of its script, ftckpt's settings, and its faults.
 
-    It goes on with ``least_nodes`` where no more are left. ``digested``: it logs what all ranks together hold, up to
-    this iteration and of what it restores. ``lines``, ``events`` and ``secs`` are what was seen of it.
+    It continues with ``least_nodes`` if no more are left. ``digested``: it logs digests of all ranks up to this
+    iteration, and of the restored state. ``lines``, ``events`` and ``secs`` are observed.
     """
 
     name: str
@@ -229,13 +231,13 @@ class Run:
     def __post_init__(self) -> None:
         self.log, self.final = self.folder / "log.jsonl", self.folder / "final"
         self.event_dir, self.digests = self.folder / "events", self.folder / "digests.jsonl"
-        # Training waits there until restarts need no imports. A new launch, of the scene limit, has them anyway.
+        # Training waits there until restarts need no imports; a new launch, in the scene limit, imports anyway.
         gate = faults.Fault(0, 2, "forward", self.folder.resolve() / "gate", "wait", secs=2 * _STALL_SECS)
         self.gate = [gate] if any(strike.name != LIMIT for strike in self.strikes) else []
 
     @property
     def num_ranks_after(self) -> int:
-        """How many ranks go on after its faults."""
+        """The number of ranks after its faults."""
         return RANKS_PER_NODE if any(strike.name in RESHAPING for strike in self.strikes) else WORLD_SIZE
 
     def log_of(self, node: str) -> Path:
@@ -246,7 +248,7 @@ class Run:
 
 
 def execute(run: Run, job: str) -> None:
-    """Run it to its end. Whatever happens, afterwards no process of the run is left and no shared memory of ``job``.
+    """Runs it to its end. Afterwards no process of the run and no shared memory of ``job`` is left in any case.
 
     Raises:
         RunError: an agent failed, a deadline passed, a fault did not strike, or something was left behind.
@@ -272,7 +274,7 @@ def execute(run: Run, job: str) -> None:
 
 
 def clean(job: str) -> None:
-    """Delete what a failed run left. Threads of a killed process may hold its locks a moment longer than it lives."""
+    """Deletes the memory of a failed run. Threads of a killed process may hold its locks for a moment."""
     deadline = time.monotonic() + STOP_SECS
     while True:
         try:
@@ -285,23 +287,23 @@ def clean(job: str) -> None:
 
 
 def agent_environment(folder: Path) -> dict[str, str]:
-    """Variables of the agents of a run that writes to ``folder``."""
+    """The environment of the agents of a run that writes to ``folder``."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
     env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    # Warnings of these faults are none of the user's.
+    # Warnings of these faults do not belong into the user's directory.
     return {**env, "XDG_STATE_HOME": str((folder / "state").resolve())}
 
 
 def free_endpoint() -> str:
-    """An address of this machine that nothing listens at."""
+    """A free address of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
-    """What starts the agent of a node; the first node hosts the rendezvous and is never lost."""
+    """A function that starts the agent of a node; the first node hosts the rendezvous and is never lost."""
     env = {**agent_environment(run.folder), faults.PLAN_VAR: str(plan.resolve())}
     endpoint = free_endpoint()
     outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
@@ -311,7 +313,7 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None
     script = run.framework.command(run.folder, [*run.training, *outputs], settings)
 
     def start(node: str) -> None:
-        # A node that starts again after all have ended is the only one.
+        # A node that starts after all have ended is the only one.
         nodes = "1" if run.log_of(node).exists() else f"{run.least_nodes}:{len(NODES)}"
         command = [
             *(sys.executable, "-m", "ftckpt", "run"),
@@ -325,13 +327,31 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None
     return start
 
 
+class Tail:
+    """New complete lines of files that others append to."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[Path, int] = {}
+
+    def lines(self, path: Path) -> list[bytes]:
+        offset = self._offsets.get(path, 0)
+        if not path.exists() or path.stat().st_size == offset:
+            return []
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]  # a killed writer may leave half a line
+        self._offsets[path] = offset + len(complete)
+        return complete.splitlines()
+
+
 class Watch:
-    """Follows a run's files and processes, prints what happens, notes it beside the events, and loses nodes."""
+    """Follows a run's files and processes, prints and records what happens, and loses nodes."""
 
     def __init__(self, run: Run, job: str, processes: Processes, start: Callable[[str], None]) -> None:
         self._run, self._processes, self._start = run, processes, start
         self._job, self._node_dir = job, job_node_path(ARENA, job, LOST_NODE)
-        self._offsets: dict[Path, int] = {}
+        self._tail = Tail()
         self._waiting = list(run.strikes)
         self._gate = list(run.gate)
         self._struck_at: float | None = None
@@ -344,11 +364,7 @@ class Watch:
         self._ask_at = 0.0
 
     def until_end(self) -> None:
-        """Watch until all agents have ended well.
-
-        Raises:
-            RunError: an agent failed, or nothing moved for long.
-        """
+        """Watches until all agents have succeeded. Raises RunError if one failed, or if there is no progress."""
         begin = moved = time.monotonic()
         while True:
             ended = all(agent.poll() is not None for agent in self._processes.agents)
@@ -364,7 +380,7 @@ class Watch:
             time.sleep(_POLL_SECS)
 
     def look(self) -> bool:
-        """Take in what is new, and lose a node if its time has come; returns whether something was new."""
+        """Reads what is new, and loses a node when its time has come; returns whether something was new."""
         new = False
         for strike in list(self._waiting):
             if marks := strike.marks():
@@ -388,20 +404,12 @@ class Watch:
         return new
 
     def _appended(self, path: Path) -> Iterator[dict[str, Any]]:
-        offset = self._offsets.get(path, 0)
-        if not path.exists() or path.stat().st_size == offset:
-            return
-        with open(path, "rb") as file:
-            file.seek(offset)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]  # a killed writer may leave half a line
-        self._offsets[path] = offset + len(complete)
-        for line in complete.splitlines():
+        for line in self._tail.lines(path):
             with contextlib.suppress(json.JSONDecodeError):
                 yield json.loads(line)
 
     def _note(self, event: str, when: float, **fields: Any) -> None:
-        """What events cannot know, for the report: ``ftckpt report`` reads it from beside them."""
+        """Adds an event that ``ftckpt report`` reads: ranks cannot report their own kills."""
         if self._run.event_dir.exists():
             with open(self._run.event_dir / "demo.jsonl", "a") as file:
                 file.write(json.dumps({"time": when, "event": event, "process": "demo", **fields}) + "\n")
@@ -443,7 +451,7 @@ class Watch:
                 self._run.say(f"BACK: {snapshot}, {secs:.1f} s after the kill")
 
     def _open_gate(self) -> None:
-        """Start the standby once the others train, and let them go on when all agents have preloaded modules."""
+        """Starts the standby once the others train, and lets them continue when all agents have preloaded modules."""
         if not self._gate or not self._gate[0].fired(0):
             return
         for standby in (strike.scene.replacement for strike in self._waiting):
@@ -453,10 +461,7 @@ class Watch:
             self._gate.pop().go_on()
 
     def _take_nodes_when_due(self) -> None:
-        """At a random instant inside the iteration, once a snapshot of this attempt is protected.
-
-        Protection is a matter of the whole job: one rank that knows it is enough.
-        """
+        """Loses nodes at a random instant inside the iteration, once a rank has reported a protected snapshot."""
         strike = next((strike for strike in self._waiting if strike.scene.rank is None), None)
         lines = self._run.lines
         if strike is None or self._protected is None or not lines or lines[-1]["iteration"] + 1 < strike.iteration:
@@ -477,8 +482,8 @@ class Watch:
         self._lose_node(strike, iteration)
 
     def _end_waits(self) -> None:
-        """Let training go on where no SMP protects a snapshot: ranks learn that one is protected, and choose the next
-        one, at the boundaries of iterations."""
+        """Lets training continue while no SMP protects a snapshot: ranks learn of protection, and choose the next
+        candidate, at step boundaries."""
         plans = (strike.plan() for strike in self._waiting if strike.scene.rank is None)
         waits = [wait for plan in plans for wait in plan if wait.fired(0) and not wait.over.exists()]
         now = time.monotonic()
@@ -490,10 +495,10 @@ class Watch:
                 wait.go_on()
 
     def _protects(self, node: str) -> bool:
-        """Whether the SMP of ``node`` works on a snapshot, or has not even the time to answer."""
+        """Whether the SMP of ``node`` works on a snapshot, or is too busy to answer."""
         client = SmpClient(job_node_path(ARENA, self._job, node), ARENA, self._job, node)
         try:
-            return bool(client.status(_ANSWER_SECS)["duties"]["covering"])
+            return bool(client.status(_ANSWER_SECS)["tasks"]["encoding"])
         except FtckptError:
             return True
 
@@ -507,8 +512,7 @@ class Watch:
         strike.marker.write_text(json.dumps({**mark, "ranks": ranks, "pids": pids, "shards": shards}))
 
     def _end_all(self, strike: Strike, iteration: int) -> None:
-        """As the batch scripts do at the time limit: ranks are told to end, their SMPs bring the newest snapshot to
-        storage, memory is emptied."""
+        """As the batch scripts at the time limit: ends the ranks, flushes the newest snapshot, and empties memory."""
         when = time.time()
         self._processes.end(NODES)
         for words in (["save", self._job, "--timeout", "150"], ["clean", self._job]):

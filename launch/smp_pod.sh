@@ -2,7 +2,7 @@
 # The SMP of a pod, as the first process of a sidecar: smp_pod.sh JOB [ARENA]
 #
 # ARENA (default: /dev/shm) is the volume in memory that the pod's containers share; the node goes by the pod's host name.
-# Kubernetes tells a sidecar to end once the containers that train have ended. Then the newest whole snapshot goes to
+# Kubernetes tells a sidecar to end once the containers that train have ended. Then the newest committed snapshot goes to
 # storage, where the job names some, within FTCKPT_SAVE_SECS (90); the memory goes with the pod. Should trainers have
 # started an SMP meanwhile, as they do when this one is killed, this one takes over when that ends with their container.
 

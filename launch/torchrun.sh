@@ -24,7 +24,7 @@
 # FTCKPT_LAUNCHER=torch.distributed.run takes torchrun in its place. FTCKPT_PYTHON names the interpreter (default: python3).
 # An option wins over its variable.
 #
-# With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when the restarts are used up, the newest whole snapshot goes to
+# With --ftckpt-persist: on SIGTERM, SIGINT or SIGUSR1, and when the restarts are used up, the newest committed snapshot goes to
 # storage, within FTCKPT_SAVE_SECS (90; 0: somebody else saves, as the SMP's container of a pod does); the last line says
 # what came there. The ranks have FTCKPT_GRACE_SECS (40) before
 # that to end: the launcher itself waits 30 s for one that does not. A second SIGINT leaves at once.

@@ -26,7 +26,8 @@ from ftckpt.restore.forecast import forecast, unseen_shards
 _WARNINGS = 5
 _EVENTS, _EVENT_CHARS = 5, 160
 _WATCH_SECS = 2.0
-_MARKS = ("whole", "protected")
+_MARKS = {"whole": "committed", "protected": "protected"}
+"""Names of marks in JSON, and in text."""
 
 
 def add_status(commands: Any) -> None:
@@ -63,7 +64,7 @@ def run_status(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {secs:g}: it must be finite and above 0 seconds")
     if arguments.watch is not None:
         return _watch(arguments)
-    status = job_status(*_asked(arguments), arguments.timeout)
+    status = job_status(*_job_of(arguments), arguments.timeout)
     print(json.dumps(status, indent=2) if arguments.json else "\n".join(in_lines(status)))
     return int(status["restart"]["iteration"] < 0)
 
@@ -83,18 +84,16 @@ def run_ls(arguments: argparse.Namespace) -> int:
     elif not jobs:
         print(f"no job has memory under {arguments.arena}")
     else:
-        columns = ("JOB", "NODES", "RANKS", "ITERATION", "WHOLE", "PROTECTED", "MEMORY")
-        rows = [
-            (
-                str(job["job"]), listed(job["nodes"]), str(job["ranks"]),
-                *(_number(job[name]) for name in ("iteration", "whole", "protected")), human(job["bytes"]),
-            )
-            for job in jobs
-        ]  # fmt: skip
-        print(aligned([columns, *rows], 2))
+        columns = ("JOB", "NODES", "RANKS", "ITERATION", "COMMITTED", "PROTECTED", "MEMORY")
+        print(aligned([columns, *map(_job_row, jobs)], 2))
     if closed := closed_jobs_in(arguments.arena):
         print(f"ftckpt: skipped, readable by their users only: {listed(closed)}", file=sys.stderr)
     return 0
+
+
+def _job_row(job: dict[str, Any]) -> tuple[str, ...]:
+    marks = (_number(job[name]) for name in ("iteration", *_MARKS))
+    return str(job["job"]), listed(job["nodes"]), str(job["ranks"]), *marks, human(job["bytes"])
 
 
 def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     Raises:
         ArenaError: the job has no memory on this machine.
     """
-    seen = nodes_here(root, job, timeout_secs).ask_others()
+    seen = nodes_here(root, job, timeout_secs).with_others()
     storage, stored = _storage(seen)
     summary = _summary(seen.nodes)
     expected = forecast(seen.inventory, stored, seen.protection)
@@ -129,7 +128,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
         "restart": {
             **asdict(expected),
             "lost_iterations": lost if lost is None else max(0, lost),
-            "gone": [node.node for node in seen.nodes if not node.told],
+            "gone": [node.node for node in seen.nodes if not node.was_read],
         },
     }
 
@@ -143,7 +142,7 @@ def in_lines(status: Mapping[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield aligned(
-        [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "WHOLE", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
+        [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "COMMITTED", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
     )
     yield ""
     yield from _facts(status)
@@ -167,10 +166,10 @@ def _event(event: Mapping[str, Any]) -> str:
 
 
 def _facts(status: Mapping[str, Any]) -> Iterator[str]:
-    for name in _MARKS:
-        told = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
+    for name, word in _MARKS.items():
+        marks = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
-        yield f"newest {name}: {_in_words(told[0]) if told else none}"
+        yield f"newest {word}: {_in_words(marks[0]) if marks else none}"
     if without := _ranks_that_count(status, "no_snapshots"):
         yield f"no snapshots are taken by {listed(without)}: the job's log reports the reason once a minute"
     waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
@@ -222,7 +221,7 @@ def _outlook(restart: dict[str, Any]) -> str:
 def _watch(arguments: argparse.Namespace) -> int:
     """Shows the status until interrupted: updated in place on a terminal, else one after the other; with ``--json``
     one line each."""
-    root, job = _asked(arguments)
+    root, job = _job_of(arguments)
     with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
         while True:
             try:
@@ -261,7 +260,7 @@ def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         yield lambda status: live.update(Text(text(status)), refresh=True)
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Path, str]:
+def _job_of(arguments: argparse.Namespace) -> tuple[Path, str]:
     """The arena root and the job's name; the argument is the name or the path of the job's directory."""
     if "/" in (arguments.job or ""):
         directory = Path(os.path.abspath(arguments.job))
@@ -287,9 +286,9 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
             problem = f"cannot be read: {error}"
     flushing = None
     for node in seen.nodes:
-        duties = (node.smp or {}).get("duties", {})
-        problem = problem or duties.get("storage", {}).get("problem", "")
-        flushing = (duties.get("flushing") or {}).get("iteration", flushing)
+        tasks = (node.smp or {}).get("tasks", {})
+        problem = problem or tasks.get("storage", {}).get("problem", "")
+        flushing = (tasks.get("flushing") or {}).get("iteration", flushing)
     return {"where": where, "iterations": stored, "flushing": flushing, "problem": problem}, stored
 
 
@@ -318,7 +317,7 @@ def _node(node: NodeState) -> dict[str, Any]:
     living = [trainer for trainer in node.trainers if trainer["lives"] is not False]
     return {
         "node": node.node,
-        "answers": node.told,
+        "answers": node.was_read,
         "problem": node.problem,
         "smp": smp.get("pid"),
         "ends_in_secs": smp.get("ends_in_secs"),

@@ -17,9 +17,16 @@ from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import is_doubtful, last_shared, newest
 from ftckpt.model.text import human
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.commit import OWNER_NAME, CheckpointName, checkpoints, claimed_lineage, folder_of
+from ftckpt.persist.commit import (
+    OWNER_NAME,
+    CheckpointName,
+    checkpoints,
+    claimed_lineage,
+    folder_of,
+    read_manifest,
+)
 from ftckpt.persist.paths import locate
-from ftckpt.persist.retention import VOID_MEANS, pin, pinned, read_manifest, restorable, unpin, voided
+from ftckpt.persist.retention import VOID_MEANS, pin, pinned, restorable, unpin, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
 
@@ -94,13 +101,17 @@ def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
             listed["problem"] = stored
             continue
         since = last_shared(stored.lineage, head)
-        listed.update({
-            "layout": layout_name(stored.layout), "shards": len(stored.shards), "bytes": stored.nbytes,
-            "job": stored.job, "compressed": any(shard.frames is not None for shard in stored.shards.values()),
-            "pinned": name in pins, "void": stored.snapshot in void,
+        listed |= {
+            "layout": layout_name(stored.layout),
+            "shards": len(stored.shards),
+            "bytes": stored.nbytes,
+            "job": stored.job,
+            "compressed": any(shard.frames is not None for shard in stored.shards.values()),
+            "pinned": name in pins,
+            "void": stored.snapshot in void,
             "abandoned": since if name.iteration > since else None,
             "doubtful": is_doubtful(stored.lineage, name.iteration, head),
-        })  # fmt: skip
+        }
     away = sorted(str(name) for name in pins.difference(checkpoints(storage)))
     return {"snapshots": snapshots, "pinned_away": away}
 

@@ -344,9 +344,9 @@ class Arena:
         check = self._check(slot, record)
         if check is None:
             return record.state
-        # COVERED is only this node's part. The mark, set after an all-reduce, stands for all nodes.
-        covered = check.state == CheckState.COVERED
-        if covered and self.control.protected() == record.snapshot:
+        # ENCODED is only this node's part. The mark, set after an all-reduce, stands for all nodes.
+        is_encoded = check.state == CheckState.ENCODED
+        if is_encoded and self.control.protected() == record.snapshot:
             return SlotState.PROTECTED
         return max(record.state, SlotState.CHECKED)
 

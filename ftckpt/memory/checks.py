@@ -1,8 +1,8 @@
 """The file ``checks`` of an arena: the SMP's checksums of sealed slots, and its read leases.
 
 A record file (``record``) with two records per slot. The CHECKED record has the checksums of the chunks as words, and
-the sequence of the control record and the gap as fields. The COVERED record has no words and names a snapshot and a
-sequence. Each record has its own checksum, and COVERED counts only with a CHECKED of the same seal: a reader never
+the sequence of the control record and the gap as fields. The ENCODED record has no words and names a snapshot and a
+sequence. Each record has its own checksum, and ENCODED counts only with a CHECKED of the same seal: a reader never
 combines records of different seals. ``FORMAT.md`` has the byte map.
 """
 
@@ -28,7 +28,7 @@ MAX_LEASE_SECS = 60.0
 """Maximum duration of a lease; a lease with a later end is corrupt and ignored."""
 
 _LEASES = HEADER_BYTES
-_COVERED = _LEASES + 8 * MAX_SLOTS
+_ENCODED = _LEASES + 8 * MAX_SLOTS
 FORMAT = Format("checks file", b"FTCKPTCK", 1, fixed_bytes=8 * MAX_SLOTS + RECORD_BYTES * MAX_SLOTS)
 _FIELDS = struct.Struct("<Qd8x")  # sequence, gap in seconds; fields of a record have 24 bytes
 _U64 = struct.Struct("<Q")
@@ -39,7 +39,7 @@ class CheckState(IntEnum):
 
     NONE = 0
     CHECKED = 1
-    COVERED = 2
+    ENCODED = 2
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Checks:
         self._map = _open(path, slots, num_chunks, digest, writable)
         self._stores = Stores(memoryview(self._map.data))
         self._checked = Records(self._stores, FORMAT.records_offset, slots, num_chunks)
-        self._covered = Records(self._stores, _COVERED, slots, 0)
+        self._encoded = Records(self._stores, _ENCODED, slots, 0)
 
     @classmethod
     def create_or_open(cls, arena_dir: Path, slots: int, num_chunks: int, digest: bytes, writable: bool) -> Checks:
@@ -104,11 +104,11 @@ class Checks:
 
     def read(self, slot: int) -> Check | None:
         """A copy of the entry for ``slot``; None if there is none, or if it does not verify."""
-        checked, covered = self._checked.read(slot), _seal_id(self._covered.read(slot))
+        checked, encoded = self._checked.read(slot), _seal_id(self._encoded.read(slot))
         seal_id = _seal_id(checked)
         if seal_id is None:
             return None
-        state = CheckState.COVERED if covered == seal_id else CheckState.CHECKED
+        state = CheckState.ENCODED if encoded == seal_id else CheckState.CHECKED
         return Check(state, seal_id, _FIELDS.unpack(checked.fields)[1], checked.words)
 
     def store_checked(self, slot: int, seal_id: SealId, hashes: Hashes, gap_secs: float) -> None:
@@ -116,15 +116,15 @@ class Checks:
         if hashes.shape != (self.num_chunks,):
             raise ValueError(f"hashes {hashes.shape} of {self.num_chunks} chunks")
         snapshot, sequence = seal_id
-        # COVERED is cleared first: for the same seal it would count again as soon as CHECKED does.
-        self._covered.give_up(slot, EMPTY)
+        # ENCODED is cleared first: for the same seal it would count again as soon as CHECKED does.
+        self._encoded.give_up(slot, EMPTY)
         self._checked.give_up(slot, WRITING)
         self._checked.put_fields(slot, _FIELDS.pack(sequence, gap_secs))
         self._checked.put_words(slot, hashes.astype("<u8").tobytes())
         self._checked.seal(slot, snapshot)
 
-    def store_covered(self, slot: int, seal_id: SealId) -> None:
-        """Set COVERED: this node has stored its part of the protection of that snapshot.
+    def store_encoded(self, slot: int, seal_id: SealId) -> None:
+        """Set ENCODED: this node has stored its part of the protection of that snapshot.
 
         Raises:
             ArenaError: ``slot`` is not CHECKED for ``seal_id``.
@@ -133,18 +133,18 @@ class Checks:
         check, (snapshot, sequence) = self.read(slot), seal_id
         if check is None or check.seal_id != seal_id:
             raise ArenaError(f"{self.path}: slot {slot} is not CHECKED for iteration {snapshot.iteration}")
-        self._covered.give_up(slot, WRITING)
-        self._covered.put_fields(slot, _U64.pack(sequence))
-        self._covered.seal(slot, snapshot)
+        self._encoded.give_up(slot, WRITING)
+        self._encoded.put_fields(slot, _U64.pack(sequence))
+        self._encoded.seal(slot, snapshot)
 
-    def uncover(self, slot: int) -> None:
-        """Clear COVERED. CHECKED stays: it may have the only checksums of the snapshot."""
-        self._covered.give_up(slot, EMPTY)
+    def drop_encoded(self, slot: int) -> None:
+        """Clear ENCODED. CHECKED stays: it may have the only checksums of the snapshot."""
+        self._encoded.give_up(slot, EMPTY)
 
     def clear(self, slot: int) -> None:
         """Set NONE: drop the entry for ``slot``."""
-        # In the order of ``store_checked``: COVERED never exists without its CHECKED.
-        self._covered.give_up(slot, EMPTY)
+        # In the order of ``store_checked``: ENCODED never exists without its CHECKED.
+        self._encoded.give_up(slot, EMPTY)
         self._checked.give_up(slot, EMPTY)
 
     def lease(self, slot: int, until_ns: int) -> None:

@@ -23,7 +23,7 @@ from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 
 MAX_SLOTS = 64
-"""``checks`` has room for this many leases and COVERED records."""
+"""``checks`` has room for this many leases and ENCODED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name, which has at most 200 characters."""
 FORMAT = Format("control block", b"FTCKPTCB", 5, fixed_bytes=5 * MARK_BYTES)

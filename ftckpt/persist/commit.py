@@ -17,7 +17,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import xxhash
@@ -27,7 +27,9 @@ from ftckpt.errors import StorageError
 from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
-from ftckpt.persist.storage import Storage
+from ftckpt.persist.membership import forget_members
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.storage import Storage, content
 
 FLUSH_SECS = 7200.0
 """Deadline of a flush, after which a newer snapshot is tried. Terabytes to slow storage take an hour; at two hours
@@ -49,7 +51,6 @@ _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp3
 """Files of Megatron's and DeepSpeed's checkpoints."""
 _BESIDE_EXPORTS = (f"ftckpt/{OWNER_NAME}", f"ftckpt/{LATEST_NAME}")
 """Files that show that the place has exports, and snapshots in its folder ``ftckpt``."""
-_HOLDINGS = "holdings"
 PINS, READERS, VOID = "pins", "readers", "void"
 """Folders of the marks of ``retention``."""
 READS = b"reads\n"
@@ -141,7 +142,7 @@ class CheckpointTransaction:
 
     def __init__(self, storage: Storage, snapshot: SnapshotId, node: str) -> None:
         self.folder = folder_of(snapshot.iteration)
-        self._storage, self._snapshot, self._node = storage, snapshot, node
+        self.snapshot, self.node, self._storage = snapshot, node, storage
         self._files: list[CheckpointFile] = []
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> CheckpointFile:
@@ -153,7 +154,7 @@ class CheckpointTransaction:
                 checksum.update(chunk)
                 yield chunk
 
-        full_name = f"{_prefix(self._snapshot.lineage)}{name}"
+        full_name = f"{_prefix(self.snapshot.lineage)}{name}"
         nbytes = self._storage.write(f"{self.folder}/{full_name}", hashed())
         file = CheckpointFile(full_name, nbytes, checksum.hexdigest())
         self._files.append(file)
@@ -161,12 +162,12 @@ class CheckpointTransaction:
 
     def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
         """Writes this node's mark: all its files are durable. ``parts`` are JSON values for the manifest."""
-        mark = NodeCommitMarker(self._node, tuple(self._files), parts, lineage)
-        self._storage.put(f"{self._marks}{self._node}", codec.encode(mark))
+        mark = NodeCommitMarker(self.node, tuple(self._files), parts, lineage)
+        self._storage.put(f"{self._marks}{self.node}", codec.encode(mark))
 
     def own_mark(self) -> NodeCommitMarker | None:
         """This node's mark, if it exists: then the commit on another node may already rely on its files."""
-        return self._mark(f"{self._marks}{self._node}")
+        return self._mark(f"{self._marks}{self.node}")
 
     def lacks(self, *marks: NodeCommitMarker) -> CheckpointFile | None:
         """A file named by ``marks`` that is missing or of another size, if any."""
@@ -199,32 +200,25 @@ class CheckpointTransaction:
                 return False
             self._storage.put(path, manifest)  # atomic: readers find the old manifest or the new one
         named = latest(self._storage)
-        if named is None or named < self._snapshot.iteration:
-            name_latest(self._storage, self._snapshot.iteration)
+        if named is None or named < self.snapshot.iteration:
+            name_latest(self._storage, self.snapshot.iteration)
         with contextlib.suppress(StorageError):  # ``sweep`` removes them later
             self._storage.remove(_beginning(self._storage, self.folder, self._marks))
         return True
 
     def abandon(self) -> None:
         """Removes the files of all nodes, which must have stopped writing."""
-        names = _beginning(self._storage, self.folder, files_prefix(self._snapshot))
+        names = _beginning(self._storage, self.folder, files_prefix(self.snapshot))
         self._storage.remove([name for name in names if _is_ours(name)])
 
     def _mark(self, name: str) -> NodeCommitMarker | None:
         """The mark ``name``; None if it does not exist, also if a commit removes it meanwhile."""
-        if self._storage.size(name) is None:
-            return None
-        try:
-            data = self._storage.read(name)
-        except StorageError:
-            if self._storage.size(name) is None:
-                return None
-            raise
-        return NodeCommitMarker.decode(data, name)
+        data = content(self._storage, name)
+        return NodeCommitMarker.decode(data, name) if data is not None else None
 
     @property
     def _marks(self) -> str:
-        return f"{files_prefix(self._snapshot)}{_DONE}."
+        return f"{files_prefix(self.snapshot)}{_DONE}."
 
     def _require(self, marks: Mapping[str, NodeCommitMarker]) -> None:
         if file := self.lacks(*marks.values()):
@@ -257,23 +251,13 @@ def claim(storage: Storage, owner: str, job: str, began: float = 0.0, lineage: L
     claimed = {"owner": owner, "job": job, "began": began, "lineage": codec.to_json(lineage)}
     storage.put(OWNER_NAME, json.dumps(claimed).encode())
     storage.remove([f"{READERS}/{reader}" for reader in readers(storage)])
-    forget_holdings(storage)
+    forget_members(storage)
 
 
 def readers(storage: Storage) -> list[str]:
     """The marks of restarts that read checkpoints, or were killed while reading."""
     entries = [entry for entry in storage.list(READERS) if entry.nbytes == len(READS)]
-    return sorted(one.name.removeprefix(f"{READERS}/") for one in entries if _content(storage, one.name) == READS)
-
-
-def _content(storage: Storage, name: str) -> bytes | None:
-    """The content of an object; None if it was removed after the listing."""
-    try:
-        return storage.read(name)
-    except StorageError:
-        if storage.size(name) is None:
-            return None
-        raise
+    return sorted(one.name.removeprefix(f"{READERS}/") for one in entries if content(storage, one.name) == READS)
 
 
 def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
@@ -285,10 +269,10 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     Raises:
         StorageError: another run has claimed it (lasting, unless that run started earlier); or storage fails.
     """
-    if storage.size(OWNER_NAME) is None:
+    if (data := content(storage, OWNER_NAME)) is None:
         return False
     try:
-        claimed = json.loads(storage.read(OWNER_NAME))
+        claimed = json.loads(data)
         other, job = str(claimed["owner"]), str(claimed["job"])
         other_began = float(claimed.get("began", 0.0))
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -301,53 +285,15 @@ def require_owner(storage: Storage, owner: str, began: float = 0.0) -> bool:
     return True
 
 
-def tell_holdings(storage: Storage, node: str, owner: str, held: Collection[SnapshotId], beat: str) -> None:
-    """Publishes the snapshots of which this node has its complete part, for other nodes of the run ``owner``.
-    ``beat`` changes with each call and shows that the node lives."""
-    told = {"owner": owner, "beat": beat, "held": sorted(map(str, held))}
-    storage.put(f"{_HOLDINGS}/{node}.json", json.dumps(told).encode())
-
-
-def holdings(storage: Storage, nodes: Collection[str], owner: str) -> dict[str, tuple[str, set[SnapshotId]]]:
-    """The last beat and snapshots of those of ``nodes`` that have called ``tell_holdings`` in this run."""
-    found = {}
-    for node in nodes:
-        name = f"{_HOLDINGS}/{node}.json"
-        if storage.size(name) is None:
-            continue
-        try:
-            told = json.loads(storage.read(name))
-            if told["owner"] == owner:
-                found[node] = str(told["beat"]), {SnapshotId.parse(text) for text in told["held"]}
-        except (KeyError, TypeError, ValueError):
-            raise StorageError(f"{storage.where}/{name}: is damaged; remove it", lasting=True) from None
-    return found
-
-
-def forget_holdings(storage: Storage, node: str = "") -> None:
-    """Removes the records of ``tell_holdings``, of all nodes or of one."""
-    names = [f"{_HOLDINGS}/{node}.json"] if node else [entry.name for entry in storage.list(_HOLDINGS)]
-    storage.remove([name for name in names if _is_told(_content(storage, name))])
-
-
-def _is_told(data: bytes | None) -> bool:
-    """Whether ``data`` is a record of ``tell_holdings``."""
-    try:
-        told = json.loads(data or b"")
-    except ValueError:
-        return False
-    return isinstance(told, dict) and told.keys() == {"owner", "beat", "held"}
-
-
 def claimed_lineage(storage: Storage) -> Lineage:
     """The head of the job, recorded by the last run that claimed the storage; unknown if none has.
 
     Raises:
         StorageError: the record is damaged, so that abandoned and doubtful checkpoints are unknown; or storage fails.
     """
-    if storage.size(OWNER_NAME) is None:
+    if (data := content(storage, OWNER_NAME)) is None:
         return UNKNOWN
-    if (lineage := lineage_of_claim(storage.read(OWNER_NAME))) is None:
+    if (lineage := lineage_of_claim(data)) is None:
         text = "is damaged: abandoned checkpoints are unknown; move it away, and all checkpoints count"
         raise StorageError(f"{storage.where}/{OWNER_NAME} {text}", lasting=True)
     return lineage
@@ -367,25 +313,50 @@ def checkpoints(storage: Storage) -> list[CheckpointName]:
     return sorted((name for name in found if name is not None), key=lambda one: (-one.iteration, one.generation))
 
 
+def read_manifest(storage: Storage, name: CheckpointName) -> StoredSnapshot:
+    """Reads the manifest of a checkpoint.
+
+    Raises:
+        StorageError: it is missing, damaged, or of another iteration; or storage fails.
+    """
+    stored = StoredSnapshot.decode(storage.read(name.manifest), f"{storage.where}/{name.manifest}")
+    if stored.snapshot.iteration != name.iteration:
+        text = f"is of iteration {stored.snapshot.iteration}: its folder was copied or renamed"
+        raise StorageError(f"{storage.where}/{name.manifest}: {text}", lasting=True)
+    return replace(stored, name=str(name))
+
+
+def committed(storage: Storage, name: CheckpointName) -> StoredSnapshot | None:
+    """The manifest of a checkpoint; None if it is missing or unreadable. Raises StorageError if storage fails."""
+    try:
+        return read_manifest(storage, name) if storage.size(name.manifest) is not None else None
+    except StorageError as error:
+        if not error.lasting:
+            raise
+        return None
+
+
 def sweep(
-    storage: Storage, current: SnapshotId | None, files_of: Callable[[bytes], Collection[str] | None],
-    owns: Callable[[], bool] = lambda: True, lineages: Collection[bytes] = (),
+    storage: Storage, current: SnapshotId | None, owns: Callable[[], bool] = lambda: True,
+    lineages: Collection[bytes] = (),
 ) -> list[str]:  # fmt: skip
-    """Removes the files of uncommitted checkpoints; returns their names.
+    """Removes the files of uncommitted checkpoints; returns their names. If a manifest is unreadable, all files in
+    its folder stay.
 
     Args:
         current: the snapshot being written; None: no node writes. Its files stay, and newer ones of its lineage or of
             ``lineages``: other nodes may be writing those already.
-        files_of: the files named by a manifest; None: it is unreadable, and all files in its folder stay.
         owns: whether the caller may still remove files: the claim is its own, and ``current`` is still wanted. Called
             after the listing, as other nodes may have started to write meanwhile.
     """
     names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
     keep = {name for name in names if not _is_ours(name)}
-    for manifest in [name for name in names if CheckpointName.of_manifest(name) is not None]:
-        folder, named = f"{manifest.partition('/')[0]}/", files_of(storage.read(manifest))
-        beside = [name.removeprefix(folder) for name in names if name.startswith(folder)]
-        keep |= {folder + name for name in (beside if named is None else named)}
+    for checkpoint in filter(None, map(CheckpointName.of_manifest, names)):
+        folder, stored = f"{folder_of(checkpoint.iteration)}/", committed(storage, checkpoint)
+        if stored is None:
+            keep |= {name for name in names if name.startswith(folder)}
+        else:
+            keep |= {folder + shard.file for shard in stored.shards.values()}
 
     def is_active(name: str) -> bool:
         return current is not None and _may_be_written(name, current, lineages)
@@ -429,9 +400,8 @@ def name_latest(storage: Storage, iteration: int) -> None:
 
 def latest(storage: Storage) -> int | None:
     """The iteration that ``latest`` names; None if it does not name a checkpoint of ftckpt."""
-    if storage.size(LATEST_NAME) is None:
-        return None
-    return iteration_of(storage.read(LATEST_NAME).decode(errors="replace").strip())
+    data = content(storage, LATEST_NAME)
+    return None if data is None else iteration_of(data.decode(errors="replace").strip())
 
 
 def _beginning(storage: Storage, folder: str, words: str) -> list[str]:

@@ -151,10 +151,15 @@ class Exports:
     def foreign_pointer(self) -> Path | None:
         """A file that shows that another program saves checkpoints there, if any."""
         for name in sorted({form.pointer for form in _FORMS.values()}):
-            if os.path.lexists(self._root / name) and self._text(name) not in self._records.pointer(name).texts:
+            if self._is_foreign(name):
                 return self._root / name
         others = self._root / _OTHERS
         return others if os.path.lexists(others) else None
+
+    def _is_foreign(self, pointer: str) -> bool:
+        """Whether a file ``pointer`` exists that ftckpt has not written."""
+        is_there = os.path.lexists(self._root / pointer)
+        return is_there and self._text(pointer) not in self._records.pointer(pointer).texts
 
     def _make_room(self, new: ExportRecord) -> None:
         """Removes an export of another branch that has the name of ``new``. Raises StorageError for other files."""
@@ -200,9 +205,8 @@ class Exports:
             self._point_to(max(others))
 
     def _require_own_pointer(self) -> None:
-        name = self._form.pointer
-        if os.path.lexists(self._root / name) and self._text(name) not in self._records.pointer(name).texts:
-            raise StorageError(_taken(self._root / name), lasting=True)
+        if self._is_foreign(self._form.pointer):
+            raise StorageError(_taken(self._root / self._form.pointer), lasting=True)
 
     def _named(self) -> int:
         """The iteration that the pointer names; -1 if ftckpt has not written it."""

@@ -9,7 +9,6 @@ concurrent processes sees the other: Dekker's order (E. W. Dijkstra, EWD 123, 19
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from ftckpt.errors import StorageError
 from ftckpt.model.lineage import Lineage, is_doubtful, is_past, last_shared
@@ -21,12 +20,14 @@ from ftckpt.persist.commit import (
     VOID,
     CheckpointName,
     checkpoints,
+    committed,
     folder_of,
     latest,
     name_latest,
+    read_manifest,
     readers,
 )
-from ftckpt.persist.shards import FORMAT, StoredSnapshot, files_of
+from ftckpt.persist.shards import FORMAT, is_sound
 from ftckpt.persist.storage import Storage
 
 VOID_MEANS = "about to be removed: no restart takes it"
@@ -114,19 +115,6 @@ def void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
         storage.put(_void(snapshot), b"void\n")
 
 
-def read_manifest(storage: Storage, name: CheckpointName) -> StoredSnapshot:
-    """Reads the manifest of a checkpoint.
-
-    Raises:
-        StorageError: it is missing, damaged, or of another iteration; or storage fails.
-    """
-    stored = StoredSnapshot.decode(storage.read(name.manifest), f"{storage.where}/{name.manifest}")
-    if stored.snapshot.iteration != name.iteration:
-        text = f"is of iteration {stored.snapshot.iteration}: its folder was copied or renamed"
-        raise StorageError(f"{storage.where}/{name.manifest}: {text}", lasting=True)
-    return replace(stored, name=str(name))
-
-
 def voided(storage: Storage) -> set[SnapshotId]:
     """The snapshots marked void; some may be removed already."""
     return void_of(_below(storage, VOID))
@@ -148,35 +136,34 @@ def forget_void(storage: Storage, snapshots: Collection[SnapshotId]) -> None:
     storage.remove([_void(snapshot) for snapshot in snapshots])
 
 
-def set_aside(storage: Storage, iteration: int, stored: StoredSnapshot | None) -> None:
-    """Renames the checkpoint of ``iteration`` after its generation: the caller replaces its manifest by that of
-    another branch. ``stored`` is its manifest, None if unreadable: then it is not preserved.
+def set_aside(storage: Storage, snapshot: SnapshotId) -> None:
+    """Renames a checkpoint of another branch that has the iteration of ``snapshot`` after its generation: the caller
+    replaces its manifest. An unreadable one is not preserved.
 
     Raises:
         StorageError: it is unreadable and pinned, or not ftckpt's; or storage fails.
     """
-    name = CheckpointName(iteration)
-    is_pinned = name in pinned(storage)
+    name = CheckpointName(snapshot.iteration)
+    if storage.size(name.manifest) is None:
+        return
+    stored, is_pinned = committed(storage, name), name in pinned(storage)
+    if stored is not None and stored.snapshot == snapshot:
+        return
     if stored is None:
-        _require_own(storage, name.manifest)
+        data = storage.read(name.manifest)
+        if FORMAT.encode() not in data or is_sound(data):  # of another program, or of another iteration
+            text = "was not written by ftckpt: move its folder away"
+            raise StorageError(f"{storage.where}/{name.manifest}: {text}", lasting=True)
         if is_pinned:
             text = f"{storage.where}: {name} cannot be read and is pinned"
             raise StorageError(f"{text}: 'ftckpt unpin' lets the new checkpoint replace it", lasting=True)
         return
-    aside = CheckpointName(iteration, max(1, stored.lineage.generation))
+    aside = CheckpointName(name.iteration, max(1, stored.lineage.generation))
     # New manifest, new pin, then unpin: at each instant the checkpoint is committed and pinned under one name.
     storage.put(aside.manifest, stored.encode())
     if is_pinned:
         storage.put(_pin(aside), b"pinned\n")
         unpin(storage, name)
-
-
-def _require_own(storage: Storage, name: str) -> None:
-    """Raises StorageError unless the unreadable manifest is a damaged one of ftckpt."""
-    data = storage.read(name)
-    if FORMAT.encode() not in data or files_of(data) is not None:
-        text = "was not written by ftckpt: move its folder away"
-        raise StorageError(f"{storage.where}/{name}: {text}", lasting=True)
 
 
 def retire(
@@ -217,8 +204,8 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     """
     every = checkpoints(storage)
     # A kill in ``set_aside`` leaves it with two names.
-    beside = (one for one in every if one.iteration == name.iteration)
-    names = [name, *(one for one in beside if snapshot_of(storage, one) == snapshot)]
+    beside = [one for one in every if one.iteration == name.iteration]
+    names = [name, *(one for one in beside if (it := committed(storage, one)) and it.snapshot == snapshot)]
     others = [one for one in every if one not in names]
     if not others:
         raise StorageError(f"{storage.where}: {name} is not removed: it is the only checkpoint", lasting=True)
@@ -229,16 +216,6 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
         name_latest(storage, others[0].iteration)
     storage.remove(sorted({one.manifest for one in names}))  # first: this makes it absent
     storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
-
-
-def snapshot_of(storage: Storage, name: CheckpointName) -> SnapshotId | None:
-    """The snapshot of a checkpoint; None if its manifest is unreadable or missing."""
-    try:
-        return read_manifest(storage, name).snapshot
-    except StorageError as error:
-        if not error.lasting:
-            raise
-        return None
 
 
 def _below(storage: Storage, folder: str) -> Sequence[str]:

@@ -163,12 +163,13 @@ class StoredSnapshot:
             raise StorageError(f"{where}: is no manifest of a snapshot: {str(error)[:200]}", lasting=True) from None
 
 
-def files_of(manifest: bytes) -> frozenset[str] | None:
-    """The files named by a manifest; None if it is damaged or of another version."""
+def is_sound(manifest: bytes) -> bool:
+    """Whether it is a manifest of this version, undamaged."""
     try:
-        return frozenset(shard.file for shard in StoredSnapshot.decode(manifest, "").shards.values())
+        StoredSnapshot.decode(manifest, "")
     except StorageError:
-        return None
+        return False
+    return True
 
 
 def contents(shard: ShardImage, slot: SlotImage, data: memoryview, stored: StoredShard) -> Iterator[memoryview]:

@@ -99,14 +99,57 @@ class Storage(ABC):
         return name
 
 
-def patiently(action: Callable[[], T], within_secs: float) -> T:
-    """Calls ``action`` and retries errors that are not lasting, for ``within_secs``; then raises the last one."""
-    deadline, pause_secs = time.monotonic() + within_secs, 0.5
+def content(storage: Storage, name: str) -> bytes | None:
+    """The content of an object; None if it does not exist, or is removed meanwhile."""
+    if storage.size(name) is None:
+        return None
+    try:
+        return storage.read(name)
+    except StorageError:
+        if storage.size(name) is None:
+            return None
+        raise
+
+
+def pauses(first_secs: float, max_secs: float) -> Iterator[float]:
+    """Pauses between attempts: each twice the one before, up to ``max_secs``."""
+    secs = first_secs
+    while True:
+        yield secs
+        secs = min(2 * secs, max_secs)
+
+
+def patiently(
+    action: Callable[[], T],
+    pause: Callable[[float], bool],
+    report: Callable[[StorageError], None] = lambda error: None,
+) -> T:
+    """Calls ``action`` and retries errors that are not lasting.
+
+    Args:
+        pause: waits some seconds before the next attempt; false: the last error is raised. May raise, to cancel.
+        report: called with each error that is retried.
+    """
+    pause_secs = pauses(0.5, 30.0)
     while True:
         try:
             return action()
         except StorageError as error:
-            if error.lasting or time.monotonic() + pause_secs > deadline:
+            if error.lasting:
                 raise
+            report(error)
+            if not pause(next(pause_secs)):
+                raise
+
+
+def pause_within(secs: float) -> Callable[[float], bool]:
+    """A ``pause`` for ``patiently`` that gives up after ``secs`` from now."""
+    deadline = time.monotonic() + secs
+
+    def pause(pause_secs: float) -> bool:
+        if time.monotonic() + pause_secs > deadline:
+            return False
         time.sleep(pause_secs)
-        pause_secs = min(2 * pause_secs, 30.0)
+        return True
+
+    return pause

@@ -16,7 +16,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.persist.storage import Storage, patiently
+from ftckpt.persist.storage import Storage, patiently, pause_within
 
 _NEWEST = 10
 """Maximum manifests that a restart reads: if all these snapshots are corrupt, users choose an older one by name."""
@@ -223,7 +223,7 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
             if wanted[0] <= 0 and not (is_older and wanted[1] > 0) and not is_named:
                 continue
             try:
-                stored = ask(lambda name=name: retention.read_manifest(storage, name))  # type: ignore[misc]
+                stored = ask(lambda name=name: commit.read_manifest(storage, name))  # type: ignore[misc]
             except StorageError as error:
                 if not error.lasting:
                     raise
@@ -250,4 +250,4 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
 
 def ask(action: Callable[[], T]) -> T:
     """The result of ``action``, retried until a restart's deadline; raises StorageError."""
-    return patiently(action, _PATIENCE_SECS)
+    return patiently(action, pause_within(_PATIENCE_SECS))

@@ -15,7 +15,7 @@ import xxhash
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError, LostError, MismatchError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
 from ftckpt.host_memory import host_memory
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
@@ -141,7 +141,7 @@ class UniversalSave:
 
     def _choose(self) -> int:
         """Choose the newest snapshot that all ranks have sealed, and verify it; returns its iteration."""
-        gathered = codec.gather(self._group, together(self._group, self._report_own), list[_RankReport])
+        gathered = gather_all(self._group, self._report_own, list[_RankReport])
         by_shard = {each.arena.shard: each for reports in gathered for each in reports}
         try:
             decision = newest_whole([each.arena for each in by_shard.values()], self._topology)
@@ -182,7 +182,7 @@ class UniversalSave:
             mine = [entry.index for entry in entries if entry.shard == me and times[entry.fragment] > 1]
             return [(index, xxhash.xxh3_64_intdigest(self._bytes(index))) for index in mine]
 
-        gathered = codec.gather(self._group, together(self._group, hash_mine), list[tuple[int, int]])
+        gathered = gather_all(self._group, hash_mine, list[tuple[int, int]])
         members = zip(self._topology.members, gathered, strict=True)
         hashes = {(member.shard, index): value for member, pairs in members for index, value in pairs}
         return without_doubles(entries, lambda entry: hashes[entry.shard, entry.index])

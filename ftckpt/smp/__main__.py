@@ -149,7 +149,16 @@ def foreground(arguments: argparse.Namespace) -> int:
 
 def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
     """Turn the child of ``detached`` into the SMP; never returns."""
-    starter, status = _Starter(writer), 1
+    status, reports = 1, [writer]
+
+    def report(message: bytes) -> None:
+        """Send the outcome of the start to the process that waits for it; later messages are dropped."""
+        while reports:
+            fd = reports.pop()
+            with suppress(OSError):  # the starter is gone
+                os.write(fd, message)
+            os.close(fd)
+
     try:
         # Its own session protects it from torchrun's kill of a worker group. After the second fork it is not the
         # session's leader, and so can never acquire a terminal.
@@ -168,29 +177,14 @@ def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
         # The trainer's sockets, device files and locks would stay open as long as the SMP lives.
         os.closerange(3, writer)
         os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
-        status = serve(arguments, lambda: starter.report(_READY))
+        status = serve(arguments, lambda: report(_READY))
     except BaseException as error:  # noqa: BLE001 - the process ends; its starter or the log gets the reason
         busy = _BUSY if isinstance(error, SmpError) else b""
-        starter.report(busy + f"{type(error).__name__}: {error}".encode())
+        report(busy + f"{type(error).__name__}: {error}".encode())
         traceback.print_exc()
     finally:
         # Not sys.exit: the fork copied the starter's exit handlers and buffers.
         os._exit(status)
-
-
-class _Starter:
-    """The process that started this one and waits for one message."""
-
-    def __init__(self, writer: int) -> None:
-        self._writer = writer
-
-    def report(self, message: bytes) -> None:
-        """Send the outcome of the start; later messages are dropped."""
-        writer, self._writer = self._writer, -1
-        if writer >= 0:
-            with suppress(OSError):  # the starter is gone
-                os.write(writer, message)
-            os.close(writer)
 
 
 if __name__ == "__main__":

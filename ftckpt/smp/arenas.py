@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError, MismatchError
 from ftckpt.memory.arena import CONTROL_NAME, Arena
 from ftckpt.memory.checks import Check, Checks
-from ftckpt.memory.control_block import MAX_SLOTS, SlotRecord
+from ftckpt.memory.control_block import MAX_SLOTS, ControlBlock, SlotRecord
 from ftckpt.memory.mapping import FileId, file_id
 from ftckpt.memory.parity_file import ParityFile
 from ftckpt.memory.slots import slot_name
@@ -74,11 +74,33 @@ _LOOK_AGAIN_SECS = 0.2
 
 
 @dataclass(frozen=True)
-class CheckedSlot:
-    """A checked slot that holds a snapshot."""
+class SealedSlot:
+    """A slot of ``arena`` that held ``snapshot`` when ``record`` was read. Any thread may call all methods, which
+    raise ValueError or ArenaError if another thread closes the arena."""
 
+    arena: MonitoredArena
     slot: int
+    snapshot: SnapshotId
     record: SlotRecord
+
+    def still_holds(self) -> bool:
+        """Whether the slot still has this seal, in the file that is mapped."""
+        now = self.arena.mapped.control.record(self.slot)
+        return now.sealed and now.seal_id == self.record.seal_id and self.arena.is_current(self.slot)
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Hold a lease on the slot; a long-term holder calls ``renew``."""
+        return self.arena.lease(self.slot)
+
+    def renew(self) -> None:
+        """Prolong a lease that the caller holds."""
+        self.arena.renew(self.slot)
+
+
+@dataclass(frozen=True)
+class CheckedSlot(SealedSlot):
+    """A sealed slot with checksums."""
+
     check: Check
 
     @property
@@ -88,7 +110,7 @@ class CheckedSlot:
 
 
 class MonitoredArena:
-    """One arena. Any thread may call ``find``, ``still_holds``, ``identity``, ``behind`` and ``lease``.
+    """One arena. Any thread may call ``find``, ``identity``, ``is_current``, ``behind`` and ``lease``.
 
     These raise ValueError or ArenaError if another thread closes the arena; memory with a view on it stays mapped.
 
@@ -155,20 +177,30 @@ class MonitoredArena:
         """The identity of the mapped file of ``slot``."""
         return self._identities[1 + slot]
 
-    def still_holds(self, slot: int, record: SlotRecord) -> bool:
-        """Whether ``slot`` still holds the snapshot of ``record``, in the file that is mapped."""
-        now = self.mapped.control.record(slot)
-        return now.sealed and now.seal_id == record.seal_id and self._current(slot)
+    def is_current(self, slot: int) -> bool:
+        """Whether the mapped file of ``slot`` is the one of that name now."""
+        return self.identity(slot) == file_id(self.path / slot_name(slot))
+
+    def sealed(self) -> Iterator[SealedSlot]:
+        """All sealed slots."""
+        for slot in range(self.mapped.control.slots):
+            record = self.mapped.control.record(slot)
+            if record.snapshot is not None:
+                yield SealedSlot(self, slot, record.snapshot, record)
+
+    def checked(self) -> Iterator[CheckedSlot]:
+        """The slot of each checked snapshot, newest first."""
+        yield from filter(None, map(self.find, self.mapped.snapshots()))
 
     def find(self, snapshot: SnapshotId) -> CheckedSlot | None:
         """The slot that holds ``snapshot`` and is CHECKED, or None."""
         slot = self.mapped.find(snapshot)
-        if slot is None or not self._current(slot):
+        if slot is None or not self.is_current(slot):
             return None
         record, check = self.mapped.control.record(slot), self.checks.read(slot)
         # The slot may have been reused since it was found.
         matches = check is not None and check.snapshot == snapshot and check.seal_id == record.seal_id
-        return CheckedSlot(slot, record, check) if check is not None and matches else None
+        return CheckedSlot(self, slot, snapshot, record, check) if check is not None and matches else None
 
     @contextmanager
     def lease(self, slot: int) -> Iterator[None]:
@@ -203,9 +235,6 @@ class MonitoredArena:
         with suppress(ValueError):  # closed meanwhile, which released it
             self.checks.release(slot)
 
-    def _current(self, slot: int) -> bool:
-        return self.identity(slot) == file_id(self.path / slot_name(slot))
-
 
 class MonitoredArenas:
     """The arenas of a node's trainers. Any thread may use ``by_shard`` and ``find``, one all else."""
@@ -226,11 +255,31 @@ class MonitoredArenas:
         """The open arenas, in no particular order."""
         return list(self.by_shard.values())
 
-    def find(self, shard: str, snapshot: SnapshotId) -> tuple[MonitoredArena, CheckedSlot] | None:
-        """The arena of ``shard`` and its slot with ``snapshot``; None if it is missing or not checked."""
+    def find(self, shard: str, snapshot: SnapshotId) -> CheckedSlot | None:
+        """The slot of ``shard`` with ``snapshot``; None if it is missing or not checked."""
         arena = self.by_shard.get(shard)
-        checked = arena.find(snapshot) if arena is not None else None
-        return (arena, checked) if arena is not None and checked is not None else None
+        return arena.find(snapshot) if arena is not None else None
+
+    def find_all(self, snapshot: SnapshotId) -> list[CheckedSlot] | None:
+        """The slots of all wanted arenas with ``snapshot``; None until every one is open, sealed and checked."""
+        found = [slot for arena in self.all if (slot := arena.find(snapshot)) is not None]
+        return found if len(found) == len(self._wanted) else None
+
+    def common_mark(self, mark: Callable[[ControlBlock], SnapshotId | None]) -> SnapshotId | None:
+        """The snapshot that all wanted arenas ``mark``, or None."""
+        marks = self._marks(mark)
+        return marks[0] if marks and self.complete and marks.count(marks[0]) == len(marks) else None
+
+    def oldest_mark(self, mark: Callable[[ControlBlock], SnapshotId | None]) -> SnapshotId | None:
+        """The oldest snapshot that arenas ``mark``, which all ranks have reached: ranks pass a boundary one after
+        another. None if an arena has none, or the lineages differ."""
+        named = [snapshot for snapshot in self._marks(mark) if snapshot is not None]
+        if len(named) < len(self.by_shard) or len({snapshot.lineage for snapshot in named}) != 1:
+            return None
+        return min(named)
+
+    def _marks(self, mark: Callable[[ControlBlock], SnapshotId | None]) -> list[SnapshotId | None]:
+        return [mark(arena.mapped.control) for arena in self.all]
 
     @property
     def complete(self) -> bool:
@@ -287,20 +336,6 @@ class MonitoredArenas:
         self.parity.keep(lambda directory: False)
         for arena in arenas:
             arena.close()
-
-
-def common_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
-    """The snapshot that all of ``marks`` name, or None."""
-    return marks[0] if marks and all(mark == marks[0] for mark in marks) else None
-
-
-def least_mark(marks: list[SnapshotId | None]) -> SnapshotId | None:
-    """The oldest of ``marks``, which all ranks have reached: ranks pass a boundary one after another. None if a mark
-    is missing, or the lineages differ."""
-    named = [mark for mark in marks if mark is not None]
-    if len(named) < len(marks) or len({mark.lineage for mark in named}) != 1:
-        return None
-    return min(named)
 
 
 def _until() -> int:

@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ftckpt.array_types import Hashes
 from ftckpt.errors import ArenaError
 from ftckpt.events import Events
-from ftckpt.memory.control_block import SealId, SlotRecord
+from ftckpt.memory.control_block import SealId
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.mapping import FileId
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.smp.arenas import MonitoredArena, MonitoredArenas
+from ftckpt.smp.arenas import MonitoredArenas, SealedSlot
 from ftckpt.smp.work import Throttle, Work
 
 
@@ -27,24 +27,13 @@ class _Key(NamedTuple):
 
     arena: str
     slot: int
-    file: tuple[int, int] | None
-    seal_id: SealId
+    file: FileId | None
+    seal_id: SealId | None
 
-
-@dataclass(frozen=True)
-class _Seal:
-    arena: MonitoredArena
-    slot: int
-    record: SlotRecord
-    seal_id: SealId
-
-    @property
-    def key(self) -> _Key:
-        return _key(self.arena, self.slot, self.seal_id)
-
-    @property
-    def snapshot(self) -> SnapshotId:
-        return self.seal_id[0]
+    @classmethod
+    def of(cls, sealed: SealedSlot) -> _Key:
+        arena, slot = sealed.arena, sealed.slot
+        return cls(arena.name, slot, arena.identity(slot), sealed.record.seal_id)
 
 
 class Checker:
@@ -60,16 +49,16 @@ class Checker:
     def __init__(
         self, arenas: MonitoredArenas, pace: Throttle, events: Events, threads: Callable[[int], int]
     ) -> None:
-        self.pace = pace
         self.checked = 0
         self._arenas = arenas
+        self._pace = pace
         self._events = events
         self._threads = threads
-        self._bad: set[_Key] = set()
+        self._bad: dict[_Key, SnapshotId] = {}
 
     def refused(self, snapshot: SnapshotId) -> str:
         """The arena whose slot of ``snapshot`` does not match its checksums; "" if none is known."""
-        return next((key.arena for key in self._bad if key.seal_id[0] == snapshot), "")
+        return next((key.arena for key, bad in self._bad.items() if bad == snapshot), "")
 
     def forget(self) -> None:
         """Check corrupt slots again: they may have been repaired."""
@@ -80,67 +69,70 @@ class Checker:
 
         ``needed``: whether the checksums of a snapshot are needed.
         """
-        seals = list(self._seals())
-        self._bad &= {seal.key for seal in seals}
-        waiting = [seal for seal in seals if seal.key not in self._bad and needed(seal.snapshot)]
+        unchecked = {_Key.of(sealed): sealed for sealed in self._unchecked()}
+        self._bad = {key: snapshot for key, snapshot in self._bad.items() if key in unchecked}
+        waiting = [one for key, one in unchecked.items() if key not in self._bad and needed(one.snapshot)]
         if not waiting:
             return None
+
         # Newest first: trainers overwrite the oldest, and a restart prefers the newest.
-        return self._check(max(waiting, key=lambda seal: _order(seal, first)))
+        def order(one: SealedSlot) -> tuple[bool, int, int]:
+            return one.snapshot == first, one.snapshot.iteration, one.record.sequence
 
-    def _seals(self) -> Iterator[_Seal]:
+        return self._check(max(waiting, key=order))
+
+    def _unchecked(self) -> Iterator[SealedSlot]:
         for arena in self._arenas.all:
-            for slot in range(arena.mapped.control.slots):
-                record = arena.mapped.control.record(slot)
+            for sealed in arena.sealed():
+                check = arena.checks.read(sealed.slot)
+                is_checked = check is not None and check.seal_id == sealed.record.seal_id
                 # A slot whose file was replaced is checked once the new file is mapped.
-                seal_id = record.seal_id
-                if seal_id is not None and not _checked(arena, slot, seal_id) and arena.still_holds(slot, record):
-                    yield _Seal(arena, slot, record, seal_id)
+                if not is_checked and sealed.still_holds():
+                    yield sealed
 
-    def _check(self, seal: _Seal) -> Work[None]:
-        arena, slot, record = seal.arena, seal.slot, seal.record
-        with arena.lease(slot):
+    def _check(self, sealed: SealedSlot) -> Work[None]:
+        arena, slot, record = sealed.arena, sealed.slot, sealed.record
+        with sealed.lease():
             try:
-                hashes = yield from self._hash(seal)
+                hashes = yield from self._hash(sealed)
                 # Verified after the last byte: a trainer takes a slot over without a lock.
-                if hashes is None or not arena.still_holds(slot, record):
+                if hashes is None or not sealed.still_holds():
                     return
                 # A slot without earlier checksums cannot mismatch: these become its checksums.
                 bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
                 damage = arena.mapped.damage(slot, record, bad_chunks)
             except ArenaError as error:
                 hashes, damage = np.empty(0, np.uint64), Corruption(reason=str(error))
-            if not arena.still_holds(slot, record):
+            if not sealed.still_holds():
                 return
+            iteration = sealed.snapshot.iteration
             if damage:
                 # By file and seal: a new snapshot in the slot, or a repaired file, is checked again.
-                self._bad.add(seal.key)
-                iteration = seal.snapshot.iteration
+                self._bad[_Key.of(sealed)] = sealed.snapshot
                 self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=damage.names[:20])
                 return
             # A restart that reconstructs a slot has its checksums before the seal: no gap.
             gap_secs = 0.0 if record.hashed else max(0.0, time.monotonic() - record.sealed_secs)
-            arena.checks.store_checked(slot, seal.seal_id, hashes, gap_secs)
+            arena.checks.store_checked(slot, (sealed.snapshot, record.sequence), hashes, gap_secs)
         self.checked += 1
         nbytes = sum(span.nbytes for span in arena.mapped.image.chunks)
         self._events.emit(
-            "checked", shard=arena.shard, iteration=seal.snapshot.iteration, gap_secs=round(gap_secs, 4), bytes=nbytes
+            "checked", shard=arena.shard, iteration=iteration, gap_secs=round(gap_secs, 4), bytes=nbytes
         )
 
-    def _hash(self, seal: _Seal) -> Work[npt.NDArray[np.uint64] | None]:
+    def _hash(self, sealed: SealedSlot) -> Work[Hashes | None]:
         """Returns the checksums, or None if the slot was reused meanwhile."""
-        arena, slot = seal.arena, seal.slot
-        chunks = arena.mapped.image.chunks
+        chunks = sealed.arena.mapped.image.chunks
         hashes = np.zeros(len(chunks), np.uint64)
         threads = self._threads(sum(span.nbytes for span in chunks))
-        hash_chunk = partial(arena.mapped.hash_chunk, slot)
+        hash_chunk = partial(sealed.arena.mapped.hash_chunk, sealed.slot)
         with ThreadPoolExecutor(threads - 1, "smp-hash") if threads > 1 else nullcontext() as pool:
             for first in range(0, len(chunks), threads):
                 batch = range(first, min(first + threads, len(chunks)))
-                yield from self.pace.memory(sum(chunks[chunk].nbytes for chunk in batch))
+                yield from self._pace.memory(sum(chunks[chunk].nbytes for chunk in batch))
                 # Per batch: hashing a slot may take longer than a lease lasts.
-                arena.renew(slot)
-                if not arena.still_holds(slot, seal.record):
+                sealed.renew()
+                if not sealed.still_holds():
                     return None
                 others = pool.map(hash_chunk, batch[1:]) if pool is not None else ()
                 hashes[first] = hash_chunk(first)
@@ -148,16 +140,3 @@ class Checker:
                 # Between batches the loop answers requests and beats.
                 yield 0.0
         return hashes
-
-
-def _checked(arena: MonitoredArena, slot: int, seal_id: SealId) -> bool:
-    check = arena.checks.read(slot)
-    return check is not None and check.seal_id == seal_id
-
-
-def _key(arena: MonitoredArena, slot: int, seal_id: SealId) -> _Key:
-    return _Key(arena.name, slot, arena.identity(slot), seal_id)
-
-
-def _order(seal: _Seal, first: SnapshotId | None) -> tuple[bool, int, int]:
-    return seal.snapshot == first, seal.snapshot.iteration, seal.record.sequence

@@ -17,7 +17,8 @@ from ftckpt.memory.package import mapped_package
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import Stripe
-from ftckpt.smp.arenas import CheckedSlot, MonitoredArena, MonitoredArenas
+from ftckpt.persist.storage import pauses
+from ftckpt.smp.arenas import CheckedSlot, MonitoredArenas
 from ftckpt.smp.channel import Delivery
 from ftckpt.smp.peers import Fetch, Peers
 from ftckpt.smp.requests import BytesRequest, ChunkRequest
@@ -68,7 +69,7 @@ class Sources:
         """Chunk ``chunk`` of a slot of this node; raises ArenaError if the slot is missing or not checked."""
         if (found := self.arenas.find(shard, snapshot)) is None:
             raise ArenaError(f"{shard}: iteration {snapshot.iteration} is not in memory, or not checked")
-        return LocalChunk(*found, chunk)
+        return LocalChunk(found, chunk)
 
     def request(self, node: str, request: BytesRequest, at_most: int) -> Work[Fetch]:
         """Request bytes of another node, once the network is idle and earlier bytes are paid off."""
@@ -84,9 +85,8 @@ class Sources:
         Raises:
             ProtectionUnavailableError: the node has failed for ``patience_secs``.
         """
-        pause = _AGAIN_SECS
         try:
-            while True:
+            for pause_secs in pauses(_AGAIN_SECS, _MAX_AGAIN_SECS):
                 while not fetch.done.is_set():
                     yield _POLL_SECS
                 data, error = fetch.data, fetch.error
@@ -100,11 +100,11 @@ class Sources:
                         self.received_bytes += len(data)
                         return data
                 # Usually it is not there yet: nodes seal and check at different times.
-                yield pause
-                pause = min(2 * pause, _MAX_AGAIN_SECS)
+                yield pause_secs
                 fetch = yield from self.request(node, fetch.request, fetch.at_most)
         finally:
             fetch.cancel()  # if the caller has stopped waiting, it is not transferred
+        raise AssertionError("pauses are endless")
 
     def _failed(self, node: str, error: str, tried: bool) -> None:
         now = time.monotonic()
@@ -136,11 +136,11 @@ class Chunk:
 class LocalChunk(Chunk):
     """A chunk in a slot of this node, read in place and hashed meanwhile; unverified until ``verify``."""
 
-    def __init__(self, arena: MonitoredArena, checked: CheckedSlot, chunk: int) -> None:
-        span = arena.mapped.image.chunks[chunk]
-        super().__init__(np.frombuffer(arena.mapped.slot(checked.slot), np.uint8, span.nbytes, span.begin))
-        self._arena, self._slot, self._chunk = arena, checked.slot, chunk
-        self._expected, self._hash = int(checked.hashes[chunk]), xxhash.xxh3_64()
+    def __init__(self, slot: CheckedSlot, chunk: int) -> None:
+        mapped = slot.arena.mapped
+        span = mapped.image.chunks[chunk]
+        super().__init__(np.frombuffer(mapped.slot(slot.slot), np.uint8, span.nbytes, span.begin))
+        self._slot, self._chunk, self._hash = slot, chunk, xxhash.xxh3_64()
 
     def read(self, begin: int, end: int) -> Bytes:
         piece = self.data[begin:end]
@@ -149,14 +149,13 @@ class LocalChunk(Chunk):
 
     def renew(self) -> None:
         """Prolong the lease on its slot."""
-        self._arena.renew(self._slot)
+        self._slot.renew()
 
     def verify(self) -> None:
         """Raises CorruptError if the bytes, read completely, do not match the checksum."""
-        if self._hash.intdigest() != self._expected:
-            raise CorruptError(
-                f"{self._arena.name}: chunk {self._chunk} of slot {self._slot} does not match its checksum"
-            )
+        if self._hash.intdigest() != int(self._slot.hashes[self._chunk]):
+            name, slot = self._slot.arena.name, self._slot.slot
+            raise CorruptError(f"{name}: chunk {self._chunk} of slot {slot} does not match its checksum")
 
 
 class Feed:
@@ -243,35 +242,35 @@ class Service:
             yield answer
 
     def _chunk(self, request: ChunkRequest, stack: ExitStack) -> Delivery | None:
-        if (found := self.arenas.find(request.shard, request.snapshot)) is None:
+        if (slot := self.arenas.find(request.shard, request.snapshot)) is None:
             return None
-        arena, checked = found
-        if request.chunk >= len(arena.mapped.image.chunks):
+        mapped = slot.arena.mapped
+        if request.chunk >= len(mapped.image.chunks):
             return None
-        span = arena.mapped.image.chunks[request.chunk]
+        span = mapped.image.chunks[request.chunk]
         if not self._may_send(span.nbytes):
             return None
         # Lease first, then check the record again: a takeover in between is detected.
-        stack.enter_context(arena.lease(checked.slot))
-        if not arena.still_holds(checked.slot, checked.record):
+        stack.enter_context(slot.lease())
+        if not slot.still_holds():
             return None
         self.pace.read.charge(span.nbytes)
-        whole = stack.enter_context(arena.mapped.slot(checked.slot))
-        view = stack.enter_context(whole[span.begin : span.end])
+        data = stack.enter_context(mapped.slot(slot.slot))
+        view = stack.enter_context(data[span.begin : span.end])
 
         def valid() -> bool:
             try:
-                return arena.still_holds(checked.slot, checked.record)
+                return slot.still_holds()
             except (ArenaError, ValueError):
                 return False
 
-        return Delivery(view, int(checked.hashes[request.chunk]), valid)
+        return Delivery(view, int(slot.hashes[request.chunk]), valid)
 
     def _package(self, request: BytesRequest, stack: ExitStack) -> Delivery | None:
         data = stack.enter_context(mapped_package(self.arenas.node_dir, request.shard, request.snapshot))
         if not self._may_send(len(data)):
             return None
-        return Delivery(data, xxhash.xxh3_64_intdigest(data), lambda: True)
+        return Delivery(data, xxhash.xxh3_64_intdigest(data))
 
     def _may_send(self, nbytes: int) -> bool:
         """Wait for this thread's turn; False if it does not come soon: the client will request again."""

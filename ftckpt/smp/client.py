@@ -62,7 +62,7 @@ class SmpClient:
         return self._call(HelloRequest(), timeout_secs)
 
     def status(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
-        """State of the SMP: trainers, its memory, and ``duties``."""
+        """State of the SMP: trainers, its memory, and ``tasks``."""
         return self._call(StatusRequest(), timeout_secs)
 
     def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -31,6 +31,7 @@ from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
 from ftckpt.smp.work import Work, in_thread
 
+_POLL_SECS = 0.02
 PULLED_BYTES = 64 << 20
 """Maximum size of packages that are requested or received and not stored yet; one is always allowed."""
 
@@ -51,10 +52,10 @@ def has_sound_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
     return (stored.shard, stored.snapshot) == (shard, snapshot)
 
 
-def store_package(sources: Sources, arena: MonitoredArena, checked: CheckedSlot) -> Work[None]:
+def store_package(sources: Sources, slot: CheckedSlot) -> Work[None]:
     """Store the package of a slot that the caller leases; raises as ``package.pack`` and ``store``."""
-    yield from sources.pace.memory(arena.mapped.image.volatile.nbytes)
-    data = package.pack(arena.mapped, checked.slot)
+    yield from sources.pace.memory(slot.arena.mapped.image.volatile.nbytes)
+    data = package.pack(slot.arena.mapped, slot.slot)
     yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
 
 
@@ -129,94 +130,15 @@ def _problem(data: bytearray, shard: str, snapshot: SnapshotId) -> str:
     return "" if same else f"a package of {received.shard} at {received.snapshot.iteration}"
 
 
-def sealed_parity(
-    sources: Sources, arena: MonitoredArena, group: ParityGroup, holder: int, *, snapshot: SnapshotId
-) -> Path | None:
-    """The file with all blocks that ``holder`` stores of ``group`` for ``snapshot``, or None."""
-    for index in range(PARITY_FILES):
-        path = parity_path(arena.path, group.mode, index)
-        file = sources.arenas.parity.get(path)
-        if file is not None and _belongs(file, group, holder) and file.snapshot() == snapshot:
-            return path
-    return None
-
-
-def write_parity(
-    sources: Sources,
-    arena: MonitoredArena,
-    group: ParityGroup,
-    holder: int,
-    *,
-    snapshot: SnapshotId,
-    keep: SnapshotId | None,
-) -> Work[None]:
-    """Compute and store the blocks of ``holder`` in ``group``, unless they are complete already.
-
-    Args:
-        keep: the protected snapshot, whose parity must not be overwritten.
-
-    Raises:
-        MemoryBudgetError: no room for the file.
-        CorruptError, ArenaError, ProtectionUnavailableError: as ``make_block``.
-    """
-    blocks = num_blocks(group, holder)
-    if blocks == 0 or sealed_parity(sources, arena, group, holder, snapshot=snapshot) is not None:
-        return
-    files = sources.arenas.parity
-    # Two files per arena and mode: the protected snapshot's parity stays until the next one's is complete.
-    path = parity_path(arena.path, group.mode, _index_to_write(sources, arena, group, holder, keep=keep))
-    file = files.get(path)
-    if file is None or not _belongs(file, group, holder):
-        files.drop(path)
-        path.unlink(missing_ok=True)
-        file = files.add((yield from in_thread(lambda: ParityFile.create(path, group, holder))))
-    # ``begin`` invalidates the file and ``seal`` follows the last block: a kill in between leaves a file of no
-    # snapshot, never one with blocks of two.
-    file.begin(snapshot)
-    own = [stripe(group, stripe_of_block(group, holder, block)) for block in range(blocks)]
-    with closing(Feed(sources, group, own, snapshot)) as feed:
-        for block, one in enumerate(own):
-            row = one.blocks.index((holder, block))
-            out = file.block(block)
-            file.put(block, out, (yield from make_block(sources, feed, group, one, row=row, out=out)))
-            yield 0.0
-    file.seal()
-
-
-def _belongs(file: ParityFile, group: ParityGroup, holder: int) -> bool:
-    return file.group.name == group.name and file.holder == holder
-
-
-def _index_to_write(
-    sources: Sources, arena: MonitoredArena, group: ParityGroup, holder: int, *, keep: SnapshotId | None
-) -> int:
-    """The file to overwrite: never the only one of the protected snapshot."""
-    ranks = []
-    for index in range(PARITY_FILES):
-        file = sources.arenas.parity.get(parity_path(arena.path, group.mode, index))
-        snapshot = None if file is None else file.snapshot()
-        if file is None or snapshot is None:
-            # In this order: missing, of no snapshot, the oldest, the protected one's of another group, of this group.
-            ranks.append((0, 0 if file is None else 1, index))
-        elif keep is None or snapshot != keep:
-            ranks.append((1, snapshot.iteration, index))
-        else:
-            ranks.append((3 if _belongs(file, group, holder) else 2, 0, index))
-    return min(ranks)[2]
-
-
-_POLL_SECS = 0.02
-
-
 @dataclass(frozen=True)
-class EncodeTask:
-    """The work of this node: parity groups with a local member, and packages to mirror."""
+class ProtectionPart:
+    """This node's part in protection: parity groups with a local member, and packages to mirror."""
 
     groups: tuple[ParityGroup, ...] = ()
     mirror_from: tuple[MirroredPackage, ...] = ()
 
     @classmethod
-    def from_json(cls, description: Mapping[str, Any]) -> EncodeTask:
+    def from_json(cls, description: Mapping[str, Any]) -> ProtectionPart:
         """Parse a description for the SMP; raises ValueError, TypeError or AttributeError if it is invalid."""
         groups = tuple(ParityGroup.from_json(group) for group in description.get("groups", ()))
         mirrors = description.get("mirror_from", {})
@@ -227,166 +149,221 @@ class EncodeTask:
         )
         return cls(groups, mirror_from)
 
-    def holders(self, sources: Sources) -> Iterator[tuple[MonitoredArena, ParityGroup, int]]:
-        """Arenas of this node with their groups and index in each; groups that need no other node first."""
-        for group in sorted(self.groups, key=lambda group: group.mode != "node"):
-            for index, member in enumerate(group.members):
-                arena = sources.arenas.by_shard.get(member.shard)
-                if member.node == sources.node and arena is not None:
-                    yield arena, group, index
 
-    def shards(self, sources: Sources) -> list[str]:
-        """The shards whose packages this node stores."""
-        return [arena.shard for arena in sources.arenas.all] + [each.shard for each in self.mirror_from]
+class ParityHolder(NamedTuple):
+    """An arena of this node that stores the parity blocks of ``member``, an index in ``group``."""
 
-    def done(self, sources: Sources, snapshot: SnapshotId) -> bool:
-        """Whether this node has its complete part for ``snapshot``. Packages are not read, and so may be invalid."""
-        node_dir = sources.arenas.node_dir
-        return all(has_package(node_dir, shard, snapshot) for shard in self.shards(sources)) and all(
-            num_blocks(group, index) == 0
-            or sealed_parity(sources, arena, group, index, snapshot=snapshot) is not None
-            for arena, group, index in self.holders(sources)
-        )
+    arena: MonitoredArena
+    group: ParityGroup
+    member: int
+
+    @property
+    def paths(self) -> list[Path]:
+        """Two files per arena and mode: the protected snapshot's parity stays until the next one's is complete."""
+        return [parity_path(self.arena.path, self.group.mode, number) for number in range(PARITY_FILES)]
+
+    def owns(self, file: ParityFile) -> bool:
+        """Whether the file is of this member and group."""
+        return file.group.name == self.group.name and file.holder == self.member
 
 
-class SnapshotEncoder:
-    """The work on one target snapshot. Existing valid parts are reused."""
+class Encoder:
+    """Encodes this node's ``part`` in the protection of snapshots. Existing valid parts are reused."""
 
-    def __init__(self, sources: Sources, duty: EncodeTask, events: Events, snapshot: SnapshotId) -> None:
-        self.snapshot = snapshot
-        self._sources = sources
-        self._duty = duty
+    def __init__(self, sources: Sources, part: ProtectionPart, events: Events) -> None:
+        self.sources = sources
+        self.part = part
         self._events = events
 
-    def run(self) -> Work[None]:
-        """Complete this node's part and store COVERED; ends at once if that is stored already.
+    def encode(self, snapshot: SnapshotId) -> Work[None]:
+        """Complete this node's part for ``snapshot`` and mark its slots encoded; ends at once if they are already.
 
         Raises:
             FtckptError, OSError: it failed; the text says why.
         """
-        slots = yield from self._checked()
-        if all(one.check.state == CheckState.COVERED for _, one in slots):
+        while (slots := self.sources.arenas.find_all(snapshot)) is None:
+            yield _POLL_SECS
+        if all(slot.check.state == CheckState.ENCODED for slot in slots):
             return
-        begun, received = time.monotonic(), self._sources.received_bytes
-        marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
-        node_dir = self._sources.arenas.node_dir
+        started_secs, received_bytes = time.monotonic(), self.sources.received_bytes
+        marks = _protected(slots)
+        node_dir = self.sources.arenas.node_dir
         # A lease makes trainers prefer other slots. It is no lock: a trainer without a free slot takes a leased one,
-        # so the slots are verified again before COVERED is stored.
+        # so the slots are verified again before they are marked.
         with ExitStack() as leases:
-            for arena, one in slots:
-                leases.enter_context(arena.lease(one.slot))
-            prune_packages(node_dir, self._duty.shards(self._sources), set(marks), self.snapshot)
-            yield from self._duties(slots, max(marks, default=None))
-            if not self._store_covered(slots):
+            for slot in slots:
+                leases.enter_context(slot.lease())
+            prune_packages(node_dir, self._shards(), marks, snapshot)
+            yield from self._make_parts(snapshot, slots, max(marks, default=None))
+            if not self._mark_encoded(snapshot, slots):
                 return
-        # Read again: trainers may have marked another snapshot as protected meanwhile.
-        marks = [mark for arena, _ in slots if (mark := arena.mapped.control.protected()) is not None]
-        # Without a mark all stays: until all nodes have encoded the target, a lost node is reconstructed from a
-        # snapshot of another layout or other shares, which these arenas do not name.
-        if marks:
-            package.prune(node_dir, {*marks, self.snapshot})
+        # Read again: trainers may have marked another snapshot as protected meanwhile. Without a mark all stays:
+        # until all nodes have encoded the target, a lost node is reconstructed from a snapshot of another layout or
+        # other shares, which these arenas do not name.
+        if marks := _protected(slots):
+            package.prune(node_dir, {*marks, snapshot})
         self._events.emit(
             "covered",
-            iteration=self.snapshot.iteration,
-            secs=round(time.monotonic() - begun, 4),
-            bytes=sum(arena.mapped.image.file_bytes for arena, _ in slots),
-            received_bytes=self._sources.received_bytes - received,
+            iteration=snapshot.iteration,
+            secs=round(time.monotonic() - started_secs, 4),
+            bytes=sum(slot.arena.mapped.image.file_bytes for slot in slots),
+            received_bytes=self.sources.received_bytes - received_bytes,
         )
 
-    def _checked(self) -> Work[list[tuple[MonitoredArena, CheckedSlot]]]:
-        """Wait until every arena of the node has the snapshot CHECKED."""
-        while True:
-            slots = [(arena, arena.find(self.snapshot)) for arena in self._sources.arenas.all]
-            ready = [(arena, one) for arena, one in slots if one is not None]
-            if self._sources.arenas.complete and len(ready) == len(slots):
-                return ready
-            yield _POLL_SECS
+    def prove(self, snapshot: SnapshotId) -> Work[None]:
+        """Mark the slots of ``snapshot`` encoded if all parts exist from an earlier run and are valid."""
+        slots = [slot for arena in self.sources.arenas.all if (slot := arena.find(snapshot)) is not None]
+        for shard in self._shards():
+            if not (yield from self._has_sound_package(shard, snapshot)):
+                reason = f"the package of {shard} from before does not verify"
+                self._events.emit("not_covered", iteration=snapshot.iteration, reason=reason)
+                return
+        if self.is_complete(snapshot):
+            self._mark_encoded(snapshot, slots)
 
-    def _duties(self, slots: Sequence[tuple[MonitoredArena, CheckedSlot]], keep: SnapshotId | None) -> Work[None]:
-        """Create all parts. ``keep``: the protected snapshot for arenas without a mark of their own."""
+    def is_complete(self, snapshot: SnapshotId) -> bool:
+        """Whether this node has its complete part for ``snapshot``. Packages are not read, and so may be invalid."""
+        node_dir = self.sources.arenas.node_dir
+        return all(has_package(node_dir, shard, snapshot) for shard in self._shards()) and all(
+            num_blocks(holder.group, holder.member) == 0 or self._has_parity(holder, snapshot)
+            for holder in self._holders()
+        )
+
+    def encoded(self) -> dict[SnapshotId, list[CheckedSlot]]:
+        """The snapshots that are marked encoded on this node, with their slots."""
+        found: dict[SnapshotId, list[CheckedSlot]] = {}
+        for arena in self.sources.arenas.all:
+            for slot in arena.checked():
+                if slot.check.state == CheckState.ENCODED:
+                    found.setdefault(slot.snapshot, []).append(slot)
+        return found
+
+    def revoke(self, snapshot: SnapshotId) -> None:
+        """Degrade the slots of ``snapshot`` from encoded to checked."""
+        for slot in self.encoded().get(snapshot, ()):
+            slot.arena.checks.drop_encoded(slot.slot)
+
+    def revoke_incomplete(self) -> None:
+        """Revoke snapshots of other groups, or with missing parts."""
+        for snapshot in self.encoded():
+            if not self.is_complete(snapshot):
+                self.revoke(snapshot)
+
+    def revoke_all(self) -> list[SnapshotId]:
+        """Revoke and return all: an earlier SMP's claims count once they are verified."""
+        claims = list(self.encoded())
+        for snapshot in claims:
+            self.revoke(snapshot)
+        return claims
+
+    def _shards(self) -> list[str]:
+        """The shards whose packages this node stores."""
+        return [*self.sources.arenas.by_shard, *(each.shard for each in self.part.mirror_from)]
+
+    def _holders(self) -> Iterator[ParityHolder]:
+        """Groups that need no other node come first."""
+        for group in sorted(self.part.groups, key=lambda group: group.mode != "node"):
+            for index, member in enumerate(group.members):
+                arena = self.sources.arenas.by_shard.get(member.shard)
+                if member.node == self.sources.node and arena is not None:
+                    yield ParityHolder(arena, group, index)
+
+    def _make_parts(
+        self, snapshot: SnapshotId, slots: Sequence[CheckedSlot], protected: SnapshotId | None
+    ) -> Work[None]:
+        """Create all parts. ``protected``: for arenas without a mark of their own."""
         # Packages first: they are small and other nodes wait for them.
-        for arena, one in slots:
-            if not (yield from self._has_sound(arena.shard)):
-                yield from store_package(self._sources, arena, one)
+        for slot in slots:
+            if not (yield from self._has_sound_package(slot.arena.shard, snapshot)):
+                yield from store_package(self.sources, slot)
             yield 0.0
-        for arena, group, index in self._duty.holders(self._sources):
-            protected = arena.mapped.control.protected() or keep
-            yield from write_parity(self._sources, arena, group, index, snapshot=self.snapshot, keep=protected)
+        for holder in self._holders():
+            keep = holder.arena.mapped.control.protected() or protected
+            yield from self._write_parity(holder, snapshot, keep)
         missing = []
-        for each in self._duty.mirror_from:
-            if not (yield from self._has_sound(each.shard)):
+        for each in self.part.mirror_from:
+            if not (yield from self._has_sound_package(each.shard, snapshot)):
                 missing.append(each)
-        yield from pull_packages(self._sources, self.snapshot, missing)
+        yield from pull_packages(self.sources, snapshot, missing)
 
-    def _has_sound(self, shard: str) -> Work[bool]:
-        node_dir = self._sources.arenas.node_dir
-        if not has_package(node_dir, shard, self.snapshot):
+    def _has_sound_package(self, shard: str, snapshot: SnapshotId) -> Work[bool]:
+        node_dir = self.sources.arenas.node_dir
+        if not has_package(node_dir, shard, snapshot):
             return False
-        return (yield from in_thread(lambda: has_sound_package(node_dir, shard, self.snapshot)))
+        return (yield from in_thread(lambda: has_sound_package(node_dir, shard, snapshot)))
 
-    def _store_covered(self, slots: Sequence[tuple[MonitoredArena, CheckedSlot]]) -> bool:
-        """Store COVERED if all slots still hold the snapshot; returns whether they do.
+    def _has_parity(self, holder: ParityHolder, snapshot: SnapshotId) -> bool:
+        """Whether a file has all blocks of ``holder`` for ``snapshot``."""
+        files = map(self.sources.arenas.parity.get, holder.paths)
+        return any(file is not None and holder.owns(file) and file.snapshot() == snapshot for file in files)
+
+    def _write_parity(self, holder: ParityHolder, snapshot: SnapshotId, keep: SnapshotId | None) -> Work[None]:
+        """Compute and store the blocks of ``holder``, unless they are complete already.
+
+        Args:
+            keep: the protected snapshot, whose parity must not be overwritten.
+
+        Raises:
+            MemoryBudgetError: no room for the file.
+            CorruptError, ArenaError, ProtectionUnavailableError: as ``make_block``.
+        """
+        group, member, blocks = holder.group, holder.member, num_blocks(holder.group, holder.member)
+        if blocks == 0 or self._has_parity(holder, snapshot):
+            return
+        files, path = self.sources.arenas.parity, self._path_to_write(holder, keep)
+        file = files.get(path)
+        if file is None or not holder.owns(file):
+            files.drop(path)
+            path.unlink(missing_ok=True)
+            file = files.add((yield from in_thread(lambda: ParityFile.create(path, group, member))))
+        # ``begin`` invalidates the file and ``seal`` follows the last block: a kill in between leaves a file of no
+        # snapshot, never one with blocks of two.
+        file.begin(snapshot)
+        own = [stripe(group, stripe_of_block(group, member, block)) for block in range(blocks)]
+        with closing(Feed(self.sources, group, own, snapshot)) as feed:
+            for block, one in enumerate(own):
+                row = one.blocks.index((member, block))
+                out = file.block(block)
+                file.put(block, out, (yield from make_block(self.sources, feed, group, one, row=row, out=out)))
+                yield 0.0
+        file.seal()
+
+    def _path_to_write(self, holder: ParityHolder, keep: SnapshotId | None) -> Path:
+        """The file to overwrite: never the only one of the protected snapshot ``keep``."""
+
+        def order(path: Path) -> tuple[int, int]:
+            file = self.sources.arenas.parity.get(path)
+            snapshot = None if file is None else file.snapshot()
+            # In this order: missing, of no snapshot, the oldest, the protected one's of another group, of this group.
+            if file is None or snapshot is None:
+                return 0, 0 if file is None else 1
+            if snapshot != keep:
+                return 1, snapshot.iteration
+            return 3 if holder.owns(file) else 2, 0
+
+        return min(holder.paths, key=order)
+
+    def _mark_encoded(self, snapshot: SnapshotId, slots: Sequence[CheckedSlot]) -> bool:
+        """Mark ``slots`` encoded if all still hold the snapshot; returns whether they do.
 
         Raises:
             ProtectionUnavailableError: a created part is missing.
         """
-        if not all(arena.still_holds(one.slot, one.record) for arena, one in slots):
+        if not all(slot.still_holds() for slot in slots):
             return False
-        if not self._duty.done(self._sources, self.snapshot):
-            iteration = self.snapshot.iteration
+        if not self.is_complete(snapshot):
             raise ProtectionUnavailableError(
-                f"iteration {iteration}: a package or a parity file was replaced or deleted"
+                f"iteration {snapshot.iteration}: a package or a parity file was replaced or deleted"
             )
-        # To trainers COVERED in the arenas of all nodes means protected: it is stored last.
-        for arena, one in slots:
-            arena.checks.store_covered(one.slot, one.check.seal_id)
+        # To trainers this mark in the arenas of all nodes means protected: it is stored last.
+        for slot in slots:
+            slot.arena.checks.store_encoded(slot.slot, slot.check.seal_id)
         return True
 
-    def prove(self) -> Work[None]:
-        """Store COVERED if all parts exist from an earlier run and are valid."""
-        slots = [(arena, one) for arena in self._sources.arenas.all if (one := arena.find(self.snapshot)) is not None]
-        for shard in self._duty.shards(self._sources):
-            if not (yield from self._has_sound(shard)):
-                reason = f"the package of {shard} from before does not verify"
-                self._events.emit("not_covered", iteration=self.snapshot.iteration, reason=reason)
-                return
-        if self._duty.done(self._sources, self.snapshot):
-            self._store_covered(slots)
 
-
-def covered_slots(sources: Sources) -> dict[SnapshotId, list[tuple[MonitoredArena, CheckedSlot]]]:
-    """The COVERED snapshots of this node, with their slots."""
-    covered: dict[SnapshotId, list[tuple[MonitoredArena, CheckedSlot]]] = {}
-    for arena in sources.arenas.all:
-        for slot in range(arena.mapped.control.slots):
-            check = arena.checks.read(slot)
-            if check is not None and check.state == CheckState.COVERED:
-                checked = arena.find(check.snapshot)
-                # If two slots hold one snapshot, ``find`` returns the last sealed one, and only that counts.
-                if checked is not None and checked.slot == slot:
-                    covered.setdefault(check.snapshot, []).append((arena, checked))
-    return covered
-
-
-def take_back(slots: Iterable[tuple[MonitoredArena, CheckedSlot]]) -> None:
-    """Degrade COVERED ``slots`` to CHECKED."""
-    for arena, one in slots:
-        arena.checks.uncover(one.slot)
-
-
-def uncover(sources: Sources, duty: EncodeTask) -> None:
-    """Revoke COVERED of snapshots that are incomplete, by other groups or missing parts."""
-    for snapshot, slots in covered_slots(sources).items():
-        if not duty.done(sources, snapshot):
-            take_back(slots)
-
-
-def claims(sources: Sources) -> list[SnapshotId]:
-    """Revoke COVERED everywhere and return the snapshots: an earlier SMP's claims count once they are verified."""
-    covered = covered_slots(sources)
-    for slots in covered.values():
-        take_back(slots)
-    return list(covered)
+def _protected(slots: Sequence[CheckedSlot]) -> set[SnapshotId]:
+    """The snapshots that trainers have marked as protected."""
+    return {mark for slot in slots if (mark := slot.arena.mapped.control.protected()) is not None}
 
 
 PIECE_BYTES = 512 << 10

@@ -17,10 +17,9 @@ from typing import IO
 from ftckpt.errors import StorageError
 from ftckpt.events import Events
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import checkpoints, folder_of, require_owner
+from ftckpt.persist.commit import checkpoints, committed, folder_of, require_owner
 from ftckpt.persist.exports import Exports
 from ftckpt.persist.paths import Place
-from ftckpt.persist.retention import snapshot_of
 from ftckpt.persist.storage import Storage
 from ftckpt.smp.client import environment
 
@@ -33,7 +32,7 @@ _MOST_CHARS = 500
 
 def export(
     storage: Storage, place: Place, snapshot: SnapshotId, events: Events, *,
-    owner: str, deadline: float, pause: Callable[[float], None],
+    owner: str, deadline: float, pause: Callable[[float], object],
 ) -> None:  # fmt: skip
     """Export ``snapshot`` unless that is done already, and remove exports whose snapshots are gone.
 
@@ -64,13 +63,14 @@ def export(
 
 def _there(storage: Storage, snapshots: Iterable[SnapshotId]) -> set[SnapshotId]:
     """The ``snapshots`` that are committed, or may be: an unreadable checkpoint of that iteration counts."""
-    there = {name: snapshot_of(storage, name) for name in checkpoints(storage)}
-    unreadable = {name.iteration for name, snapshot in there.items() if snapshot is None}
-    return {one for one in snapshots if one in there.values() or one.iteration in unreadable}
+    there = {name: committed(storage, name) for name in checkpoints(storage)}
+    unreadable = {name.iteration for name, stored in there.items() if stored is None}
+    found = {stored.snapshot for stored in there.values() if stored is not None}
+    return {one for one in snapshots if one in found or one.iteration in unreadable}
 
 
 def _convert(
-    source: Path, path: Path, form: str, *, umask: int, deadline: float, pause: Callable[[float], None]
+    source: Path, path: Path, form: str, *, umask: int, deadline: float, pause: Callable[[float], object]
 ) -> None:
     """Run the conversion; raises StorageError if it fails or exceeds the ``deadline``."""
     if time.monotonic() >= deadline:

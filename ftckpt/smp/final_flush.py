@@ -7,7 +7,6 @@ writes the arenas. If a node is missing, nothing is flushed, and the reason name
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -22,7 +21,8 @@ from ftckpt.model.lineage import Selection, is_doubtful
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import commit, retention
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.storage import Storage
+from ftckpt.persist.membership import Membership
+from ftckpt.persist.storage import Storage, patiently
 from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.work import Throttle
@@ -30,17 +30,15 @@ from ftckpt.smp.work import Throttle
 _POLL_SECS = 0.2
 _NODES_SECS = 120.0
 """Longest wait for other nodes, but at most half of the timeout: the rest is for writing."""
-_AGAIN_SECS = 1.0
-_BEAT_SECS = 1.0
 
 T = TypeVar("T")
 
 
 class FinalFlush:
-    """The final flush of one node, in a thread that starts at construction and fails after ``timeout_secs``."""
+    """The final flush of one node, in a thread that starts at construction and fails after the orders' timeout."""
 
     def __init__(
-        self, orders: FlushOrders, arenas: MonitoredArenas, pace: Throttle, events: Events, *, timeout_secs: float,
+        self, orders: FlushOrders, arenas: MonitoredArenas, pace: Throttle, events: Events, *,
         before: Joinable | None = None,
     ) -> None:  # fmt: skip
         self.orders = orders
@@ -48,12 +46,11 @@ class FinalFlush:
         self._pace = pace
         self._events = events
         self._before = before
-        self._deadline = time.monotonic() + timeout_secs
+        self._deadline = time.monotonic() + orders.timeout_secs
         self._halted = threading.Event()
         self._state, self._reason = FlushState.WORKING, ""
         self._snapshot: SnapshotId | None = None
         self._flush: Flush | None = None
-        self._nodes_by = time.monotonic() + min(_NODES_SECS, timeout_secs / 2)
         self._thread = threading.Thread(target=self._run, name="smp-final-flush", daemon=True)
         self._thread.start()
 
@@ -89,7 +86,9 @@ class FinalFlush:
 
     def _run(self) -> None:
         try:
-            self._bring_newest(self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist")))
+            nodes_by = time.monotonic() + min(_NODES_SECS, self.orders.timeout_secs / 2)
+            storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
+            self._flush_newest(storage, nodes_by)
             self._state = FlushState.DONE
         except Exception as error:  # noqa: BLE001 - reported to the client
             self._reason = in_words(error)
@@ -97,11 +96,12 @@ class FinalFlush:
             iteration = self._snapshot.iteration if self._snapshot is not None else -1
             self._events.emit("flush_failed", iteration=iteration, reason=self._reason)
 
-    def _bring_newest(self, storage: Storage) -> None:
+    def _flush_newest(self, storage: Storage, nodes_by: float) -> None:
         held = self._held()
         there = self._patiently(lambda: self._newest(storage, {one.lineage for one in held}))
-        call = Membership(storage, self.orders, held)
-        self._patiently(call.beat)  # before this node may leave: another may hold newer snapshots and need its entry
+        members = Membership(storage, self.orders.node, self.orders.nodes, self.orders.owner, held)
+        # Before this node may leave: another may hold newer snapshots and need its entry.
+        self._patiently(members.beat)
         # One more with exports: the snapshot on storage may still need one.
         floor = max((one.iteration for one in held), default=-1) + (self.orders.exports is not None)
         if there is not None and there.iteration >= floor:
@@ -109,12 +109,12 @@ class FinalFlush:
             return
         is_over = False  # whether no node needs this one's entry any more
         try:
-            chosen = self._choose(call, there)
+            chosen = self._choose(members, there, nodes_by)
             if there is not None and there.iteration > chosen.iteration:
                 self._snapshot = there  # the common snapshot is older than the one on storage
                 return
             self._snapshot = chosen
-            is_over = self._bring(call, chosen)
+            is_over = self._flush_chosen(members, chosen)
         except BaseException:  # the flush has failed: other nodes must not wait for this one
             is_over = True
             raise
@@ -122,19 +122,21 @@ class FinalFlush:
             # If it was on storage before, other nodes may not have read this node's entry yet.
             if is_over:
                 with suppress(StorageError):
-                    call.leave()
+                    members.leave()
 
-    def _bring(self, call: Membership, chosen: SnapshotId) -> bool:
+    def _flush_chosen(self, members: Membership, chosen: SnapshotId) -> bool:
         """Flush ``chosen``; returns whether it was not on storage before."""
         flush = self._flush = Flush(self.orders, self._arenas, self._pace, self._events, chosen, before=self._before)
         if self._halted.is_set():  # ``stop`` may have missed the new flush
             flush.stop()
         while flush.state == FlushState.WORKING:
             with suppress(StorageError):  # the flush reports it
-                call.beat()
+                members.beat()
             if self._late(_POLL_SECS):
                 flush.stop()
-                where = f"is at {self.orders.where}, but its export is not" if flush.committed else "was not flushed"
+                where = (
+                    f"is at {self.orders.where}, but its export is not" if flush.is_committed else "was not flushed"
+                )
                 why = f": {flush.problem}" if flush.problem else ""
                 raise StorageError(f"iteration {chosen.iteration} {where} in time{why}", lasting=True)
         if flush.state != FlushState.DONE:
@@ -143,24 +145,24 @@ class FinalFlush:
             raise StorageError(f"iteration {chosen.iteration} is at {self.orders.where}, but {flush.unexported}")
         return not flush.found
 
-    def _choose(self, call: Membership, there: SnapshotId | None) -> SnapshotId:
+    def _choose(self, members: Membership, there: SnapshotId | None, nodes_by: float) -> SnapshotId:
         """The newest snapshot in all arenas of all nodes; a doubtful one only if all are. ``there``: the newest on
         storage; nodes that have nothing newer leave without waiting."""
         while True:
-            self._patiently(call.beat)
-            held = self._patiently(call.present)
+            self._patiently(members.beat)
+            held = self._patiently(members.present)
             missing = set(self.orders.nodes) - held.keys()
             if not missing:
                 break
-            if self._late(_POLL_SECS) or time.monotonic() >= self._nodes_by:
-                if there is not None and self._patiently(lambda: call.knew_all(there)):
+            if self._late(_POLL_SECS) or time.monotonic() >= nodes_by:
+                if there is not None and self._patiently(lambda: members.all_have(there)):
                     return there
                 raise StorageError(
                     f"nodes are missing: {', '.join(sorted(missing))}: no snapshot is complete without their "
                     "shards; save on every node at once, or start the job again, which reconstructs from parity",
                     lasting=True,
                 )
-        everywhere = set.intersection(*held.values())
+        everywhere = frozenset.intersection(*held.values())
         if not everywhere:
             newest = (f"{node} {max(one).iteration if one else 'none'}" for node, one in sorted(held.items()))
             raise StorageError(
@@ -184,11 +186,7 @@ class FinalFlush:
         is_own = self._owns(storage)
         head, void = read_lineage(self._arenas.node_dir), retention.voided(storage)
         for name in commit.checkpoints(storage):
-            try:
-                there = retention.read_manifest(storage, name)
-            except StorageError as error:
-                if not error.lasting:
-                    raise  # it may be the newest
+            if (there := commit.committed(storage, name)) is None:
                 continue  # a corrupt one does not count
             counts = there.snapshot not in void and Selection(head).takes(there.lineage, there.snapshot)
             is_ours = there.job == self.orders.job and (is_own or there.snapshot.lineage in lineages)
@@ -216,52 +214,7 @@ class FinalFlush:
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """Run ``action``; retry it while storage fails temporarily, until the deadline."""
-        while True:
-            try:
-                return action()
-            except StorageError as error:
-                if error.lasting or self._late(_AGAIN_SECS):
-                    raise
+        return patiently(action, lambda secs: not self._late(secs))
 
     def _late(self, wait_secs: float) -> bool:
         return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline
-
-
-class Membership:
-    """Membership of the nodes, published on storage. ``held``: the snapshots of which this node has all its shards.
-
-    All methods raise StorageError if storage fails, and can be retried.
-    """
-
-    def __init__(self, storage: Storage, orders: FlushOrders, held: Collection[SnapshotId]) -> None:
-        self._storage, self._orders, self._held = storage, orders, set(held)
-        self._name, self._number, self._told = secrets.token_hex(4), 0, 0.0
-        self._first: dict[str, str | None] | None = None
-
-    def beat(self) -> None:
-        """Renew this node's entry, at most once a second."""
-        if time.monotonic() - self._told >= _BEAT_SECS:
-            self._number += 1
-            beat = f"{self._name}-{self._number}"
-            commit.tell_holdings(self._storage, self._orders.node, self._orders.owner, self._held, beat)
-            self._told = time.monotonic()
-
-    def present(self) -> dict[str, set[SnapshotId]]:
-        """The snapshots of each node that has renewed its entry since the first call."""
-        told = self._read()
-        if self._first is None:
-            self._first = {node: beat for node, (beat, _) in told.items()}
-        found = {node: held for node, (beat, held) in told.items() if beat != self._first.get(node)}
-        return {**found, self._orders.node: self._held}
-
-    def knew_all(self, snapshot: SnapshotId) -> bool:
-        """Whether every node has an entry with ``snapshot``, recent or not: nodes leave once it is on storage."""
-        told = self._read()
-        return all(node in told and snapshot in told[node][1] for node in self._orders.nodes)
-
-    def leave(self) -> None:
-        """Remove this node's entry."""
-        commit.forget_holdings(self._storage, self._orders.node)
-
-    def _read(self) -> dict[str, tuple[str, set[SnapshotId]]]:
-        return commit.holdings(self._storage, self._orders.nodes, self._orders.owner)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,23 +28,22 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, NodeCommitMarker
+from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, NodeCommitMarker, committed
 from ftckpt.persist.compression import packed
 from ftckpt.persist.paths import SNAPSHOT, ExportPlace, Place
-from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents, files_of
-from ftckpt.persist.storage import Storage
-from ftckpt.smp.arenas import CheckedSlot, MonitoredArena, MonitoredArenas
+from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents
+from ftckpt.persist.storage import Storage, patiently, pauses
+from ftckpt.smp.arenas import CheckedSlot, MonitoredArenas
 from ftckpt.smp.export import export
 from ftckpt.smp.footprint import yield_disks
 from ftckpt.smp.work import Throttle
 from ftckpt.units import rate
 
+T = TypeVar("T")
+
 _POLL_SECS = 0.1
-_MOST_POLL_SECS = 2.0
+_MAX_POLL_SECS = 2.0
 """Maximum interval of polling storage for other nodes' parts: each poll is a listing."""
-_AGAIN_SECS = 1.0
-_MOST_AGAIN_SECS = 60.0
-"""Maximum pause between attempts while storage fails; each pause doubles."""
 _FILES = 2
 """Files written concurrently: one file often gets less bandwidth than a node. Each takes memory and a core: 350 MiB
 if compressed, to an object store."""
@@ -125,20 +125,19 @@ class Flush:
         """Whether the snapshot was on storage before; valid at the end."""
         self.problem = ""
         """Why the flush failed, or what delays it; empty if nothing does."""
-        self.committed = False
+        self.is_committed = False
         self.unexported = ""
         """Why it was not exported; valid at the end."""
         self.orders = orders
         self._arenas = arenas
         self._pace = pace
         self._events = events
-        self._begun = time.monotonic()
         self.halted = False
         """Whether it was stopped."""
         self._over = threading.Event()
         """Set when it was stopped, or one of its files has failed."""
-        self.written: dict[str, StoredShard] = {}
-        self._thread = threading.Thread(target=self._run, args=(before,), name="smp-flush", daemon=True)
+        export_by = time.monotonic() + _EXPORTED_BY * orders.timeout_secs
+        self._thread = threading.Thread(target=self._run, args=(before, export_by), name="smp-flush", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -150,7 +149,7 @@ class Flush:
         """Wait for the end of the thread."""
         self._thread.join(timeout_secs)
 
-    def _run(self, before: Joinable | None) -> None:
+    def _run(self, before: Joinable | None, export_by: float) -> None:
         # I/O priority applies to this thread and those that it starts, which write the files, not to the file
         # system's own writes, such as a journal. CPU priority is the process's: a thread inherits it.
         yield_disks()
@@ -159,7 +158,6 @@ class Flush:
         try:
             storage = self._patiently(lambda: open_storage(self.orders.where, "--ftckpt-persist"))
             pending = CheckpointTransaction(storage, self.snapshot, self.orders.node)
-            path = f"{pending.folder}/{commit.MANIFEST_NAME}"
             # Before the first write: an earlier run that sweeps leftovers must see that they have another owner.
             self._patiently(lambda: self._owns(storage))
             if self.orders.commits:
@@ -171,11 +169,11 @@ class Flush:
             self.found = self._patiently(lambda: self._is_there(storage))
             if not self.found:
                 self._write(storage, pending, promised)
-                self._settle(storage, pending, path)
-            self.committed = True
+                self._settle(storage, pending)
+            self.is_committed = True
             if self.orders.commits and self.orders.exports is not None:
                 # After the commit is visible: until then memory keeps the snapshot, and the job may end.
-                self._export(storage, self.orders.exports)
+                self._export(storage, self.orders.exports, export_by)
             self.problem, self.state = "", FlushState.DONE
         except _Cancellation:
             pass
@@ -184,14 +182,14 @@ class Flush:
             self.problem, self.state = reason, FlushState.CANNOT  # in this order, for readers
             self._events.emit("flush_failed", iteration=self.snapshot.iteration, reason=reason)
 
-    def _export(self, storage: Storage, exports: ExportPlace) -> None:
+    def _export(self, storage: Storage, exports: ExportPlace, deadline: float) -> None:
         head = read_lineage(self._arenas.node_dir)
         try:
             if is_doubtful(head, self.snapshot.iteration, head):
                 raise StorageError("replicas differed, so that it may mix their states", lasting=True)
             export(
                 storage, Place(self.orders.where, exports), self.snapshot, self._events, owner=self.orders.owner,
-                deadline=self._begun + _EXPORTED_BY * self.orders.timeout_secs, pause=self._pause,
+                deadline=deadline, pause=self._pause,
             )  # fmt: skip
         except (StorageError, OSError, _Cancellation) as error:
             # The flush succeeds all the same: a restart needs no export.
@@ -212,42 +210,41 @@ class Flush:
         marks = [promised] if promised is not None and shards <= promised.parts.keys() else []
         if marks and not self._patiently(lambda: pending.lacks(*marks)):
             return
-        begun, (lineage, slots) = time.monotonic(), self._checked()
+        started_secs, (lineage, slots) = time.monotonic(), self._checked()
         try:
             with ExitStack() as leases:
-                for arena, checked in slots:
-                    leases.enter_context(arena.lease(checked.slot))
-                self._put_all(pending, slots)
+                for slot in slots:
+                    leases.enter_context(slot.lease())
+                written = self._put_all(pending, slots)
         except BaseException:
             # Not after this node wrote its marker: the committing node may rely on the files.
             if promised is None:
                 self._withdraw(storage, pending)
             raise
-        parts = {name: one.to_json() for name, one in self.written.items()}
+        parts = {name: one.to_json() for name, one in written.items()}
         self._patiently(lambda: pending.done(parts, lineage))
-        nbytes, secs = sum(one.nbytes for one in self.written.values()), round(time.monotonic() - begun, 3)
+        nbytes, secs = sum(one.nbytes for one in written.values()), round(time.monotonic() - started_secs, 3)
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
 
-    def _checked(self) -> tuple[Lineage, list[tuple[MonitoredArena, CheckedSlot]]]:
+    def _checked(self) -> tuple[Lineage, list[CheckedSlot]]:
         """Wait until all arenas of the node have the snapshot checked; returns its lineage and slots."""
         while True:
             # First: a job that branches invalidates slots, then writes its lineage. Slots that hold the snapshot
             # until they are read completely were valid when the lineage was read.
-            lineage, arenas = read_lineage(self._arenas.node_dir), self._arenas.all
-            slots = [(arena, arena.find(self.snapshot)) for arena in arenas]
-            ready = [(arena, one) for arena, one in slots if one is not None]
-            if self._arenas.complete and len(ready) == len(slots):
-                return lineage, ready
+            lineage = read_lineage(self._arenas.node_dir)
+            if (slots := self._arenas.find_all(self.snapshot)) is not None:
+                return lineage, slots
             self._pause(_POLL_SECS)
 
-    def _put_all(self, pending: CheckpointTransaction, slots: Sequence[tuple[MonitoredArena, CheckedSlot]]) -> None:
+    def _put_all(self, pending: CheckpointTransaction, slots: Sequence[CheckedSlot]) -> dict[str, StoredShard]:
         """Write the shards, a few concurrently. The first failure cancels the others; returns after all threads."""
         left, errors, threads = iter(slots), list[BaseException](), list[threading.Thread]()
+        written: dict[str, StoredShard] = {}
 
         def work() -> None:
             try:
-                for arena, checked in left:  # threads share the iterator
-                    self.written[arena.shard] = self._patiently(partial(self._put, pending, arena, checked))
+                for slot in left:  # threads share the iterator
+                    written[slot.arena.shard] = self._patiently(partial(self._put, pending, slot))
             except BaseException as error:  # noqa: BLE001 - raised again below
                 errors.append(error)
                 self._over.set()
@@ -262,28 +259,29 @@ class Flush:
             thread.join()
         if errors:
             raise errors[0]
+        return written
 
-    def _put(self, pending: CheckpointTransaction, arena: MonitoredArena, checked: CheckedSlot) -> StoredShard:
-        slot, record = arena.mapped.image, checked.record
-        shard = ShardImage.of(slot)
+    def _put(self, pending: CheckpointTransaction, slot: CheckedSlot) -> StoredShard:
+        arena, record, image = slot.arena, slot.record, slot.arena.mapped.image
+        shard = ShardImage.of(image)
         compresses, lengths = self.orders.compress == "zstd", list[int]()
         name = f"{arena.shard}.{'zst' if compresses else 'safetensors'}"
         entry = StoredShard(
             name, shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
-            record.objects_used, record.objects_hash, checked.hashes[list(shard.chunks)],
+            record.objects_used, record.objects_hash, slot.hashes[list(shard.chunks)],
         )  # fmt: skip
         try:
-            pieces = self._paced(arena, checked.slot, contents(shard, slot, arena.mapped.slot(checked.slot), entry))
+            pieces = self._paced(slot, contents(shard, image, arena.mapped.slot(slot.slot), entry))
             if compresses:
                 pieces = packed(shard.image, entry.objects_used, pieces, lengths)
             file = pending.write(entry.file, pieces)
         except (CorruptError, *_LOST) as error:
             # ValueError: memory was unmapped meanwhile, as the node's arenas were reallocated.
-            if isinstance(error, ValueError) or not arena.still_holds(checked.slot, record):
+            if isinstance(error, ValueError) or not slot.still_holds():
                 raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot") from None
             raise
         # After the last byte: earlier ones may have been overwritten while the slot was read.
-        if not arena.still_holds(checked.slot, record):
+        if not slot.still_holds():
             raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot")
         frames = np.array(lengths, np.uint64) if compresses else None
         spare_bytes = 0 if compresses else shard.image.file_bytes - shard.image.objects.begin - entry.objects_used
@@ -291,34 +289,31 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )
 
-    def _paced(self, arena: MonitoredArena, slot: int, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+    def _paced(self, slot: CheckedSlot, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
-            for wait_secs in self.before_piece(len(piece)):
+            # Storage shares the network with other nodes' transfers.
+            for wait_secs in chain(self._pace.memory(len(piece)), self._pace.receive()):
                 self._pause(wait_secs)
-            arena.renew(slot)
+            slot.renew()
             if self._over.is_set():
                 raise _Cancellation
             yield piece
 
-    def before_piece(self, nbytes: int) -> Iterator[float]:
-        yield from self._pace.memory(nbytes)
-        yield from self._pace.receive()  # storage shares the network with other nodes' transfers
-
-    def _settle(self, storage: Storage, pending: CheckpointTransaction, path: str) -> None:
+    def _settle(self, storage: Storage, pending: CheckpointTransaction) -> None:
         """Wait until the snapshot is committed, by one node after all are done."""
-        poll_secs = _POLL_SECS
-        while not self._patiently(
-            lambda: self._commit(storage, pending, path) if self.orders.commits else self._is_there(storage)
-        ):
+        for poll_secs in pauses(_POLL_SECS, _MAX_POLL_SECS):
+            if self._patiently(
+                lambda: self._commit(storage, pending) if self.orders.commits else self._is_there(storage)
+            ):
+                break
             self._pause(poll_secs)
-            poll_secs = min(2 * poll_secs, _MOST_POLL_SECS)
 
     def _is_there(self, storage: Storage) -> bool:
         """Whether exactly this snapshot is committed."""
-        there = _committed(storage, CheckpointName(self.snapshot.iteration))
+        there = committed(storage, CheckpointName(self.snapshot.iteration))
         return there is not None and there.snapshot == self.snapshot
 
-    def _commit(self, storage: Storage, pending: CheckpointTransaction, path: str) -> bool:
+    def _commit(self, storage: Storage, pending: CheckpointTransaction) -> bool:
         """Commit the snapshot if all nodes are done; returns whether it is committed."""
         marks = pending.marks()
         if not set(self.orders.nodes) <= marks.keys():
@@ -331,41 +326,35 @@ class Flush:
         lineage = min((mark.lineage for mark in own.values()), key=lambda one: one.generation)
         if lacking := set(shard_names(layout, axes_of(arena.manifest.shard))) - shards.keys():
             # A node that took over shards of a lost one has not yet renewed its marker.
-            self._tell(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
+            self._report(f"no node has written {', '.join(sorted(lacking)[:3])} yet")
             return False
         stored = StoredSnapshot(self.snapshot, self.orders.job, layout, shards, lineage)
         if self._over.is_set():
             raise _Cancellation
         # Right before the commit: by now the job may run elsewhere.
         if is_owner := self._owns(storage):
-            self._set_aside(storage, path)
+            retention.set_aside(storage, self.snapshot)
+        path = f"{self.orders.where}/{pending.folder}"
         if not pending.commit(stored.encode(), own, replaces=is_owner):
-            raise StorageError(f"{self.orders.where}/{path}: exists and belongs to another run", lasting=True)
+            raise StorageError(f"{path}/{commit.MANIFEST_NAME}: exists and belongs to another run", lasting=True)
         self._events.emit(
-            "committed", iteration=self.snapshot.iteration, path=f"{self.orders.where}/{pending.folder}",
-            bytes=stored.nbytes, shards=len(shards),
-        )  # fmt: skip
+            "committed", iteration=self.snapshot.iteration, path=path, bytes=stored.nbytes, shards=len(shards)
+        )
         try:
             self._retain(storage, lineage)
             self._sweep(storage)
         except (StorageError, *_LOST) as error:
-            self._tell(str(error))  # the checkpoint is committed; the next one cleans up
+            self._report(str(error))  # the checkpoint is committed; the next one cleans up
         return True
-
-    def _set_aside(self, storage: Storage, path: str) -> None:
-        """Rename a checkpoint of another branch of the job that occupies this snapshot's path."""
-        if storage.size(path) is None:
-            return
-        there = _committed(storage, CheckpointName(self.snapshot.iteration))
-        if there is None or there.snapshot != self.snapshot:
-            retention.set_aside(storage, self.snapshot.iteration, there)
 
     def _retain(self, storage: Storage, lineage: Lineage) -> None:
         """Remove surplus checkpoints and update ``latest``."""
         # The lineage may have become doubtful since it was read for this snapshot.
         now = read_lineage(self._arenas.node_dir)
         lineage = now if now == lineage else lineage
-        there = self._whole(storage)
+        # Unreadable checkpoints are never removed.
+        found = {name: committed(storage, name) for name in commit.checkpoints(storage)}
+        there = {name: stored for name, stored in found.items() if stored is not None}
         lineages = {name: stored.lineage for name, stored in there.items()}
         surplus = retention.surplus(lineages, lineage, self.orders.keep)
         doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
@@ -382,21 +371,13 @@ class Flush:
             for name in retention.retire(storage, doomed, newest, lambda: self._owns(storage)):
                 self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
 
-    def _whole(self, storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
-        """The readable checkpoints; unreadable ones are never removed."""
-        found = {name: _committed(storage, name) for name in commit.checkpoints(storage)}
-        return {name: stored for name, stored in found.items() if stored is not None}
-
     def _sweep(self, storage: Storage) -> None:
         """Remove files of flushes that were never committed."""
         if self._owns(storage):
             # A snapshot that other nodes may already be flushing is committed, and so in a slot of this node too.
             lineages = {one.lineage for arena in self._arenas.all for one in arena.mapped.snapshots()}
-            commit.sweep(storage, self.snapshot, files_of, lambda: self._may_remove(storage), lineages)
-
-    def _may_remove(self, storage: Storage) -> bool:
-        # A stopped flush may have hung here: others have since written files that it does not know.
-        return not self._over.is_set() and self._owns(storage)
+            # A stopped flush may have hung here: others have since written files that it does not know.
+            commit.sweep(storage, self.snapshot, lambda: not self._over.is_set() and self._owns(storage), lineages)
 
     def _owns(self, storage: Storage) -> bool:
         return commit.require_owner(storage, self.orders.owner, self.orders.began)
@@ -407,38 +388,18 @@ class Flush:
             self._owns(storage)
             pending.withdraw()
         except StorageError as error:
-            self._tell(str(error))  # swept after the next commit
+            self._report(str(error))  # swept after the next commit
 
-    def _patiently(self, action: Callable[[], Any]) -> Any:
+    def _patiently(self, action: Callable[[], T]) -> T:
         """Run ``action``; retry it while storage fails temporarily."""
-        pause_secs = _AGAIN_SECS
-        while True:
-            try:
-                return action()
-            except StorageError as error:
-                if error.lasting:
-                    raise
-                self._tell(str(error))
-            self._pause(pause_secs)
-            pause_secs = min(2 * pause_secs, _MOST_AGAIN_SECS)
+        return patiently(action, self._pause, lambda error: self._report(str(error)))
 
-    def _pause(self, secs: float) -> None:
+    def _pause(self, secs: float) -> bool:
         if self._over.wait(secs):
             raise _Cancellation("it was stopped: the job has ended, rolled back, is being saved or restarts")
+        return True
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         if problem != self.problem:
             self.problem = problem
             self._events.emit("storage_fails", iteration=self.snapshot.iteration, error=problem)
-
-
-def _committed(storage: Storage, name: CheckpointName) -> StoredSnapshot | None:
-    """The manifest of a checkpoint; None if it is missing or unreadable."""
-    if storage.size(name.manifest) is None:
-        return None
-    try:
-        return retention.read_manifest(storage, name)
-    except StorageError as error:
-        if not error.lasting:
-            raise
-        return None

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import resource
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftckpt.errors import SmpError
-from ftckpt.memory.directory import SMP_LOG_NAME, SMP_STATE_NAME, fresh_name, remove_half_made
+from ftckpt.errors import ArenaError, FtckptError, SmpError
+from ftckpt.events import log
+from ftckpt.memory.directory import (
+    SMP_LOCK_NAME,
+    SMP_LOG_NAME,
+    SMP_STATE_NAME,
+    fresh_name,
+    node_directory,
+    remove_half_made,
+    remove_job_if_empty,
+    remove_smp_files,
+)
+from ftckpt.memory.locks import FileLock, holder_of
 from ftckpt.memory.log_archive import SmpLog, read_log
-from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object
+from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object, guard_digest
 
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks are unmapped when freed
 _LOG_BYTES = 256 << 10
+_STORE_AGAIN_SECS = 2.0
 _MESSAGE_CHARS = 4000
 _WARNINGS, _WARNING_CHARS = 8, 400
 _MAX_STATE_BYTES = 2 * MAX_REQUEST_BYTES
@@ -73,6 +87,82 @@ def load_description(node_dir: Path) -> dict[str, Any] | None:
     if not isinstance(description, dict):
         raise SmpError(f"{path}: it has no description")
     return description
+
+
+class DescriptionStore:
+    """The node's configuration, stored for the next SMP. A failure delays nothing; it is retried.
+
+    Args:
+        report: called with a failure, once until it works again.
+    """
+
+    def __init__(self, node_dir: Path, report: Callable[[str], None]) -> None:
+        self.description: dict[str, Any] | None = None
+        self.digest = 0
+        self._node_dir, self._report = node_dir, report
+        self._retry_secs = math.inf  # ``time.monotonic``
+
+    def set(self, description: dict[str, Any]) -> None:
+        """Replace the description; ``store`` follows."""
+        self.description, self.digest = description, guard_digest(description)
+
+    def store(self) -> None:
+        """Store it."""
+        try:
+            store_description(self._node_dir, self.description or {})
+        except OSError as error:
+            if self._retry_secs == math.inf:  # once
+                self._report(f"{self._node_dir}: the configuration cannot be stored: {error.strerror}; it is retried")
+            self._retry_secs = time.monotonic() + _STORE_AGAIN_SECS
+        else:
+            self._retry_secs = math.inf
+
+    def retry(self) -> None:
+        """Store it if that has failed, and a retry is due."""
+        if time.monotonic() >= self._retry_secs:
+            self.store()
+
+
+class NodeLock:
+    """The exclusive right to serve a node and job, and its directory ``node_dir``.
+
+    Args:
+        makes_directory: create the directory if it is missing.
+
+    Raises:
+        SmpError: another SMP serves this node and job.
+        ArenaError: the directory cannot be used.
+    """
+
+    def __init__(self, root: Path, job: str, node: str, *, makes_directory: bool) -> None:
+        self.job, self.node, self._root = job, node, root
+        self.node_dir = node_directory(root, job, node, makes=makes_directory)
+        what, self._path = f"job {job!r} on node {node!r} has an SMP: it", self.node_dir / SMP_LOCK_NAME
+        try:
+            self._lock = FileLock(self._path, 0, what, "use that one, or end it first")
+        except ArenaError as error:
+            if holder_of(self._path) is None:  # the lock file itself is unusable
+                raise
+            raise SmpError(str(error)) from None
+
+    @property
+    def is_held(self) -> bool:
+        """False if the directory was removed: another SMP may serve in a new one of that name."""
+        return holder_of(self._path) == os.getpid()
+
+    def release(self, *, removes: bool) -> None:
+        """End serving. If the job is over its SMP's files are removed; otherwise the configuration stays with the
+        arenas, for an SMP that saves them later."""
+        if self.is_held and removes:
+            remove_smp_files(self.node_dir)
+        elif self.is_held:
+            # Under the lock: after its release it could be another SMP's.
+            self._path.unlink(missing_ok=True)
+        self._lock.release()
+        try:
+            remove_job_if_empty(self._root, self.job, self.node)
+        except (OSError, FtckptError) as error:
+            log.warning("%s", error)
 
 
 def _replace(path: Path, data: bytes) -> None:

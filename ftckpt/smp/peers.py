@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import xxhash
 
 from ftckpt.errors import PeerError
+from ftckpt.persist.storage import pauses
 from ftckpt.smp.channel import Channel, Deadlines, Trust, connect
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, exchange
 
-_BACKOFF_SECS = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""Pauses after consecutive failures; the last one repeats."""
+_BACKOFF_SECS, _MAX_BACKOFF_SECS = 0.1, 2.0
+"""First and longest pause after consecutive failures."""
 _MAX_QUEUED = 64
 """Far more than encoding and scrubbing have in flight: bounds the memory of unserved requests."""
 _SHUNNED_SECS = 120.0
@@ -92,7 +93,6 @@ class Peers:
                 fetch.fail(f"{node}: {_MAX_QUEUED} requests are queued already", tried=False)
         except (RuntimeError, MemoryError) as error:
             fetch.fail(f"{node}: no thread can be started for it: {error}")
-            return fetch
         return fetch
 
     def close(self) -> None:
@@ -113,10 +113,11 @@ class _Peer:
         self._shunned: dict[tuple[str, int], float] = {}
         self._channels: dict[Channel, tuple[str, int]] = {}
         self._waiting: deque[Fetch] = deque()
-        self._threads = self._busy = self._failures = 0
+        self._threads = self._busy = 0
         self._guard = threading.Condition()  # of all above
         self._closed = False
         self._not_before, self._error = 0.0, ""
+        self._backoff = pauses(_BACKOFF_SECS, _MAX_BACKOFF_SECS)
 
     def put(self, fetch: Fetch) -> bool:
         """Queue ``fetch`` and drop cancelled ones; False if the queue is full.
@@ -177,16 +178,14 @@ class _Peer:
         try:
             channel = channel or self._connect(place)
             fetch.data = self._exchange(fetch, channel)
-            self._failures = 0
+            self._backoff = pauses(_BACKOFF_SECS, _MAX_BACKOFF_SECS)
         except Exception as error:  # noqa: BLE001 - later fetches need this thread, too
             if channel is None:
                 self._shunned[place] = time.monotonic() + _SHUNNED_SECS
             self._hang_up(channel)
             host, port = place
             fetch.error = self._error = f"{self._node} at {host}:{port}: {str(error) or type(error).__name__}"
-            pause = _BACKOFF_SECS[min(self._failures, len(_BACKOFF_SECS) - 1)]
-            self._failures += 1
-            self._not_before = time.monotonic() + pause
+            self._not_before = time.monotonic() + next(self._backoff)
             return None
         return channel
 

@@ -22,7 +22,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist_setting import PERSIST_FORMATS
 from ftckpt.smp.channel import Channel, Deadlines
 
-VERSION = 7
+VERSION = 8
 """Version of requests and of an SMP's files; an SMP of another version is replaced."""
 MAX_REQUEST_BYTES = 8 << 20
 """Ten times the description of the groups of eight arenas of 64 GB."""
@@ -51,7 +51,7 @@ class HelloRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class StatusRequest(SmpRequest):
-    """Report the state: trainers, the SMP's memory, and ``duties``."""
+    """Report the state: trainers, the SMP's memory, and ``tasks``."""
 
     WORD = "status"
 

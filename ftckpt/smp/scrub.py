@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,20 +19,12 @@ from ftckpt.memory.parity_file import ParityFile, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.modes import PARITY_FILES
-from ftckpt.parity.stripes import stripe, stripe_of_block
+from ftckpt.parity.stripes import num_blocks, stripe, stripe_of_block
 from ftckpt.parity.survive import BlockId, ChunkId, solve
 from ftckpt.setting_checks import MODES
 from ftckpt.smp.arenas import CheckedSlot, MonitoredArena
-from ftckpt.smp.chunk_source import Feed, Sources
-from ftckpt.smp.encode import (
-    EncodeTask,
-    covered_slots,
-    has_package,
-    make_block,
-    pull_packages,
-    store_package,
-    take_back,
-)
+from ftckpt.smp.chunk_source import Feed
+from ftckpt.smp.encode import Encoder, has_package, make_block, pull_packages, store_package
 from ftckpt.smp.work import Work, in_thread, within
 
 _REMOTE_SECS = 30.0
@@ -46,21 +38,7 @@ class _State:
 
     files: dict[tuple[str, int], ParityFile] = field(default_factory=dict)
     bad_blocks: set[BlockId] = field(default_factory=set)
-    slots: list[tuple[MonitoredArena, CheckedSlot, list[int]]] = field(default_factory=list)
-
-
-class _LostBlocks:
-    """The corrupt or missing blocks. Those of other nodes are missing unless the snapshot is COVERED."""
-
-    def __init__(self, state: _State, groups: dict[str, ParityGroup], node: str, covered: bool) -> None:
-        self._state, self._groups, self._node, self._covered = state, groups, node, covered
-
-    def __contains__(self, block: object) -> bool:
-        assert isinstance(block, tuple)
-        name, holder, _ = block
-        if self._groups[name].members[holder].node != self._node:
-            return not self._covered
-        return (name, holder) not in self._state.files or block in self._state.bad_blocks
+    slots: list[tuple[CheckedSlot, list[int]]] = field(default_factory=list)
 
 
 SCRUB_SECS = 300.0
@@ -73,21 +51,20 @@ class Scrubber:
     Corruption is reported once, as an event ``corrupt``, and again if it recurs after a good run. Slots are never
     written: a trainer may take one over at any moment, without a lock; a restart repairs them. Corrupt parity and
     packages, which the SMP owns, are recreated, with an event ``repaired`` each. If that fails, or a chunk cannot be
-    reconstructed, COVERED is revoked.
+    reconstructed, the snapshot counts as encoded no more.
     """
 
-    def __init__(self, sources: Sources, duty: EncodeTask, events: Events, secs: float) -> None:
+    def __init__(self, encoder: Encoder, events: Events, secs: float) -> None:
         self.repaired = 0
         self.lost: set[SnapshotId] = set()
         """Snapshots that lost a part, which must be encoded again; the reader clears it."""
-        self._sources = sources
-        self._duty = duty
+        self._encoder = encoder
+        self._sources = encoder.sources
         self._events = events
         self._secs = secs
         self._next = time.monotonic() + secs
         self._found: set[tuple[object, ...]] = set()
         self._reported: set[tuple[object, ...]] = set()
-        # Set before the target is encoded again because of ``lost``.
         self._refused: dict[SnapshotId, str] = {}
 
     @property
@@ -114,13 +91,15 @@ class Scrubber:
                 nbytes += yield from self._slots(arena, states)
                 nbytes += yield from self._parity(arena, states)
             for snapshot, state in states.items():
-                for arena, checked, bad in state.slots:
-                    if self._judge(snapshot, state, arena, checked, bad):
-                        refused[snapshot] = arena.name
+                for slot, bad in state.slots:
+                    if not self._judge(state, slot, bad):
+                        # At once: the target must not be encoded again because of ``lost``.
+                        refused[snapshot] = self._refused[snapshot] = slot.arena.name
+                        self._revoke(snapshot)
                 for key in sorted({(name, holder) for name, holder, _ in state.bad_blocks}):
                     yield from self._repair_file(snapshot, state, key)
             yield from self._packages()
-            self._what_is_gone()
+            self._revoke_incomplete()
         finally:
             # Also after an error, which would recur at once.
             self._next = time.monotonic() + self._secs
@@ -131,18 +110,19 @@ class Scrubber:
     def _slots(self, arena: MonitoredArena, states: dict[SnapshotId, _State]) -> Work[int]:
         """Hash every chunk of every checked slot; returns the number of bytes."""
         total = 0
-        for snapshot in list(_checked(arena)):
-            bad = []
-            checked = arena.find(snapshot)
-            for chunk, span in enumerate(arena.mapped.image.chunks if checked is not None else ()):
+        for snapshot in arena.mapped.snapshots():
+            bad: list[int] = []
+            if (slot := arena.find(snapshot)) is None:
+                continue
+            for chunk, span in enumerate(arena.mapped.image.chunks):
                 yield from self._sources.pace.memory(span.nbytes)
                 total += span.nbytes
-                if checked is not None and arena.mapped.hash_chunk(checked.slot, chunk) != int(checked.hashes[chunk]):
+                if arena.mapped.hash_chunk(slot.slot, chunk) != int(slot.hashes[chunk]):
                     bad.append(chunk)
                 yield 0.0
             # A slot that was reused meanwhile is not corrupt.
-            if bad and checked is not None and arena.still_holds(checked.slot, checked.record):
-                states.setdefault(snapshot, _State()).slots.append((arena, checked, bad))
+            if bad and slot.still_holds():
+                states.setdefault(snapshot, _State()).slots.append((slot, bad))
         return total
 
     def _parity(self, arena: MonitoredArena, states: dict[SnapshotId, _State]) -> Work[int]:
@@ -171,51 +151,55 @@ class Scrubber:
                 yield 0.0
         return total
 
-    def _judge(
-        self, snapshot: SnapshotId, state: _State, arena: MonitoredArena, checked: CheckedSlot, bad: list[int]
-    ) -> bool:
-        """Report corrupt chunks of a slot; returns whether any is irreparable."""
-        if not arena.still_holds(checked.slot, checked.record):
-            return False
-        covered = checked.check.state == CheckState.COVERED
-        safe = self._repairable(snapshot, state, covered) if covered or state.files else set()
-        names = {chunk: (arena.name, checked.slot, checked.record.sequence, chunk) for chunk in bad}
-        new = [chunk for chunk, key in names.items() if self._is_new(key)]
-        if new:
+    def _judge(self, state: _State, slot: CheckedSlot, bad: list[int]) -> bool:
+        """Report corrupt chunks of a slot; returns whether all can be reconstructed."""
+        if not slot.still_holds():
+            return True
+        arena, is_encoded = slot.arena, slot.check.state == CheckState.ENCODED
+        safe = self._repairable(slot.snapshot, state, is_encoded) if is_encoded or state.files else set()
+        names = {chunk: (arena.name, slot.slot, slot.record.sequence, chunk) for chunk in bad}
+        if new := [chunk for chunk, key in names.items() if self._is_new(key)]:
+            repairable = Corruption(tuple(chunk for chunk in new if (arena.shard, chunk) in safe))
             self._events.emit(
                 "corrupt",
                 arena=arena.name,
-                slot=checked.slot,
-                iteration=snapshot.iteration,
+                slot=slot.slot,
+                iteration=slot.snapshot.iteration,
                 what=Corruption(tuple(new[:_MAX_NAMED])).names,
-                repairable=Corruption(tuple(chunk for chunk in new if (arena.shard, chunk) in safe)).names[
-                    :_MAX_NAMED
-                ],
+                repairable=repairable.names[:_MAX_NAMED],
             )
-        if all((arena.shard, chunk) in safe for chunk in bad):
-            return False  # a restart reconstructs them: only trainers write slots
-        self._refused[snapshot] = arena.name
-        self._take_back(snapshot)
-        return True
+        # A restart reconstructs them: only trainers write slots.
+        return all((arena.shard, chunk) in safe for chunk in bad)
 
-    def _repairable(self, snapshot: SnapshotId, state: _State, covered: bool) -> set[ChunkId]:
+    def _repairable(self, snapshot: SnapshotId, state: _State, is_encoded: bool) -> set[ChunkId]:
         """The corrupt chunks of a snapshot that a restart can reconstruct, as far as this node knows."""
         groups = {file.group.name: file.group for file in state.files.values()}
-        groups |= {group.name: group for group in self._duty.groups}
-        bad = {(arena.shard, chunk) for arena, _, chunks in state.slots for chunk in chunks}
-        _, left = solve(list(groups.values()), bad, _LostBlocks(state, groups, self._sources.node, covered))
+        groups |= {group.name: group for group in self._encoder.part.groups}
+        bad = {(slot.arena.shard, chunk) for slot, chunks in state.slots for chunk in chunks}
+        _, left = solve(list(groups.values()), bad, self._lost_blocks(state, groups.values(), is_encoded))
         safe = bad - left
-        for arena, _, chunks in state.slots if covered else ():
-            image, node_dir = arena.mapped.image, self._sources.arenas.node_dir
+        for slot, chunks in state.slots if is_encoded else ():
+            image, shard = slot.arena.mapped.image, slot.arena.shard
             spans = [range(s.first_chunk, s.first_chunk + s.num_chunks) for s in image.sections if s.group]
-            if has_package(node_dir, arena.shard, snapshot):  # it has a copy of the mutable state
+            if has_package(self._sources.arenas.node_dir, shard, snapshot):  # it has a copy of the mutable state
                 spans.append(range(image.num_stepped_chunks, len(image.chunks)))
             # Replica parity of these chunks is in the slots of other nodes.
-            safe |= {(arena.shard, chunk) for chunk in chunks if any(chunk in span for span in spans)}
+            safe |= {(shard, chunk) for chunk in chunks if any(chunk in span for span in spans)}
         return safe
 
+    def _lost_blocks(self, state: _State, groups: Iterable[ParityGroup], is_encoded: bool) -> set[BlockId]:
+        """The corrupt or missing blocks. Those of other nodes are missing unless the snapshot is encoded."""
+        holders = [(group, holder, one.node) for group in groups for holder, one in enumerate(group.members)]
+        missing = [
+            (group, holder)
+            for group, holder, node in holders
+            if (group.name, holder) not in state.files and (node == self._sources.node or not is_encoded)
+        ]
+        blocks = {(group.name, holder, n) for group, holder in missing for n in range(num_blocks(group, holder))}
+        return blocks | state.bad_blocks
+
     def _repair_file(self, snapshot: SnapshotId, state: _State, key: tuple[str, int]) -> Work[None]:
-        """Recompute corrupt blocks. If that fails COVERED is revoked, and a target's file is recreated."""
+        """Recompute corrupt blocks. If that fails the snapshot is revoked, and a target's file is recreated."""
         file = state.files[key]
         good = True
         for block in sorted(block for *which, block in state.bad_blocks if tuple(which) == key):
@@ -231,7 +215,7 @@ class Scrubber:
             what = f"block {block} of {file.path.name}"
             self._events.emit("repaired", arena=file.path.parent.name, iteration=snapshot.iteration, what=what)
         if not good:
-            self._take_back(snapshot)
+            self._revoke(snapshot)
             # A target's file is recreated completely. A protected snapshot's stays: its other blocks are useful.
             if snapshot in self._targets():
                 self._sources.arenas.parity.drop(file.path)
@@ -256,12 +240,13 @@ class Scrubber:
             except (CorruptError, MismatchError) as error:
                 if name.path.exists():
                     self._report(("package", str(name.path)), file=name.path.name, what=[str(error)])
-                    yield from self._package_anew(name)
+                    yield from self._remake_package(name)
             yield 0.0
 
-    def _package_anew(self, name: package.PackageName) -> Work[None]:
-        """Pack or pull a corrupt package again. If that fails it is deleted and COVERED is revoked."""
-        known = {snapshot for arena in self._sources.arenas.all for snapshot in _checked(arena)} | self._targets()
+    def _remake_package(self, name: package.PackageName) -> Work[None]:
+        """Pack or pull a corrupt package again. If that fails it is deleted and its snapshot is revoked."""
+        arenas = self._sources.arenas.all
+        known = {slot.snapshot for arena in arenas for slot in arena.checked()} | self._targets()
         snapshot = name.snapshot if name.snapshot in known else None
         try:
             if snapshot is not None and (yield from within(self._make_package(name.shard, snapshot), _REMOTE_SECS)):
@@ -271,29 +256,29 @@ class Scrubber:
         except FtckptError:
             pass
         if snapshot is not None:
-            self._take_back(snapshot)
+            self._revoke(snapshot)
         name.path.unlink(missing_ok=True)
 
     def _make_package(self, shard: str, snapshot: SnapshotId) -> Work[bool]:
         """Store the package if it is one that this node stores; returns whether it is."""
-        if (found := self._sources.arenas.find(shard, snapshot)) is not None:
-            arena, checked = found
-            with arena.lease(checked.slot):
-                yield from store_package(self._sources, arena, checked)
+        if (slot := self._sources.arenas.find(shard, snapshot)) is not None:
+            with slot.lease():
+                yield from store_package(self._sources, slot)
             return True
-        wanted = [each for each in self._duty.mirror_from if each.shard == shard]
+        wanted = [each for each in self._encoder.part.mirror_from if each.shard == shard]
         yield from pull_packages(self._sources, snapshot, wanted)
         return bool(wanted)
 
-    def _what_is_gone(self) -> None:
-        """Revoke COVERED of snapshots with a deleted or unreadable file."""
-        marks = {arena.mapped.control.protected() for arena in self._sources.arenas.all} | self._targets()
-        for snapshot in covered_slots(self._sources):
-            if not self._duty.done(self._sources, snapshot):
+    def _revoke_incomplete(self) -> None:
+        """Revoke encoded snapshots with a deleted or unreadable file."""
+        arenas = self._sources.arenas.all
+        marks = {arena.mapped.control.protected() for arena in arenas} | self._targets()
+        for snapshot in self._encoder.encoded():
+            if not self._encoder.is_complete(snapshot):
                 # Checked after the files: a removed arena vanishes before its files, and revokes nothing.
-                if any(arena.vanished for arena in self._sources.arenas.all):
+                if any(arena.vanished for arena in arenas):
                     return
-                self._take_back(snapshot)
+                self._revoke(snapshot)
                 # Files of other snapshots were reused for newer ones: no loss.
                 if snapshot in marks:
                     reason = "a package or a parity file is gone"
@@ -303,8 +288,8 @@ class Scrubber:
         marks = (arena.mapped.control.target() for arena in self._sources.arenas.all)
         return {mark for mark in marks if mark is not None}
 
-    def _take_back(self, snapshot: SnapshotId) -> None:
-        take_back(covered_slots(self._sources).get(snapshot, ()))
+    def _revoke(self, snapshot: SnapshotId) -> None:
+        self._encoder.revoke(snapshot)
         self.lost.add(snapshot)
 
     def _report(self, key: tuple[object, ...], **fields: object) -> None:
@@ -315,8 +300,3 @@ class Scrubber:
         """Record a corruption; returns whether the last run did not have it."""
         self._found.add(key)
         return key not in self._reported
-
-
-def _checked(arena: MonitoredArena) -> Iterator[SnapshotId]:
-    """The checked snapshots of an arena."""
-    yield from (snapshot for snapshot in arena.mapped.snapshots() if arena.find(snapshot) is not None)

@@ -8,6 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,16 +52,6 @@ Find = Callable[[Any], AbstractContextManager[Delivery | None]]
 
 
 @dataclass
-class _Call:
-    """A request that waits for the loop, and its reply."""
-
-    request: SmpRequest
-    done: threading.Event = field(default_factory=threading.Event)
-    reply: Mapping[str, Any] = field(default_factory=dict)
-    error: FtckptError | None = None
-
-
-@dataclass
 class _Listener:
     """Listening sockets, their limits, and their connections."""
 
@@ -94,11 +86,11 @@ class _Listener:
         thread.join(_LEAVE_SECS)  # outside of the guard, which the thread takes at its end
         return origin
 
-    def admit(self, channel: Channel) -> None:
-        """Move ``channel``, which has proven the secret, to the admitted connections.
+    def admit(self, channel: Channel) -> str:
+        """Move ``channel``, which has proven the secret, to the admitted connections; returns why it is refused, or
+        "".
 
         Raises:
-            PeerAuthError: there are too many.
             PeerError: it has just been evicted.
         """
         with self.guard:
@@ -106,8 +98,7 @@ class _Listener:
             full = len(self.threads) - len(self.unproven) > self.max_connections
         if not known:
             raise PeerError("it was evicted before its proof was read")
-        if full:
-            raise PeerAuthError(f"there are {self.max_connections} connections already")
+        return f"there are {self.max_connections} connections already" if full else ""
 
     def abort(self) -> None:
         """End all connections; their threads are woken and close them."""
@@ -157,7 +148,7 @@ class Server:
         self._host = ""
         # No SimpleQueue: its ``get`` blocks forever if a signal handler returns after the deadline (CPython 3.9 to
         # 3.12), and this loop must end by a signal.
-        self._calls: queue.Queue[_Call] = queue.Queue()
+        self._calls: queue.Queue[tuple[SmpRequest, Future[Mapping[str, Any]]]] = queue.Queue()
         self._guard, self._decoding = threading.Lock(), threading.Lock()  # never nested
         self._reported: dict[str, float] = {}
         self._unix: _Listener | None = None
@@ -223,9 +214,9 @@ class Server:
     def poll(self, timeout_secs: float) -> None:
         """Serve the queued requests; wait for the first one up to ``timeout_secs``."""
         with suppress(queue.Empty):
-            self._handle(self._calls.get(timeout=timeout_secs) if timeout_secs > 0 else self._calls.get_nowait())
+            self._handle(*(self._calls.get(timeout=timeout_secs) if timeout_secs > 0 else self._calls.get_nowait()))
             while True:
-                self._handle(self._calls.get_nowait())
+                self._handle(*self._calls.get_nowait())
 
     def close(self) -> None:
         """Refuse queued requests, finish replies that are being sent, end all connections, and remove the socket."""
@@ -238,9 +229,7 @@ class Server:
                     path.unlink()
         with suppress(queue.Empty):
             while True:
-                call = self._calls.get_nowait()
-                call.error = SmpError("the SMP ends")
-                call.done.set()
+                self._calls.get_nowait()[1].set_exception(SmpError("the SMP ends"))
         for listener in (self._unix, self._network):
             if listener is not None:
                 listener.close()
@@ -289,8 +278,9 @@ class Server:
         deadlines, trust = listener.deadlines, self._trust  # fixed for this connection, from its first byte
         try:
             channel.welcome(trust, time.monotonic() + deadlines.connect_secs)
-            listener.admit(channel)
-            while not listener.closed and (listener.local or trust == self._trust):
+            if refusal := listener.admit(channel):
+                self._report_refusal(origin, refusal)
+            while not refusal and not listener.closed and (listener.local or trust == self._trust):
                 frame = channel.receive(listener.max_request_bytes, 0, deadlines, deadlines.idle_secs)
                 self._answer(channel, frame.body, listener)
         except PeerAuthError as error:
@@ -343,26 +333,26 @@ class Server:
             FtckptError: it was refused.
             SmpError: the SMP ends, or the loop is busy for too long.
         """
-        call = _Call(request)
-        self._calls.put(call)
-        if self._closed or not call.done.wait(self._deadlines.step_secs):
-            raise SmpError("the SMP ends" if self._closed else "the SMP is busy")
-        if call.error is not None:
-            raise call.error
-        return call.reply
-
-    def _handle(self, call: _Call) -> None:
+        reply: Future[Mapping[str, Any]] = Future()
+        self._calls.put((request, reply))
+        if self._closed:
+            raise SmpError("the SMP ends")
         try:
-            handler = self._handlers.get(type(call.request))
+            return reply.result(self._deadlines.step_secs)
+        except FutureTimeoutError:
+            raise SmpError("the SMP is busy") from None
+
+    def _handle(self, request: SmpRequest, reply: Future[Mapping[str, Any]]) -> None:
+        try:
+            handler = self._handlers.get(type(request))
             if handler is None:
-                raise SmpError(f"{call.request.WORD} is not served")
-            call.reply = handler(call.request)
+                raise SmpError(f"{request.WORD} is not served")
+            reply.set_result(handler(request))
         except FtckptError as error:
-            call.error = error
+            reply.set_exception(error)
         except Exception as error:  # noqa: BLE001 - a bad request must not end the SMP
-            log.exception("request %r failed", call.request.WORD)
-            call.error = SmpError(in_words(error))
-        call.done.set()
+            log.exception("request %r failed", request.WORD)
+            reply.set_exception(SmpError(in_words(error)))
 
     def _report_refusal(self, origin: str, reason: str) -> None:
         """Report a refusal, at most once a minute per address, so that repeated attempts do not fill the log."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TypeVar
@@ -43,7 +44,7 @@ class Task:
         self.stop()
         self._work, self._not_before = work, 0.0
 
-    def go_on(self) -> None:
+    def run_step(self) -> None:
         """Run the next step; raises the error of the work, which has then ended."""
         # Put back only if it yields: work that has returned or raised is over.
         work, self._work = self._work, None
@@ -57,6 +58,31 @@ class Task:
         work, self._work = self._work, None
         if work is not None:
             work.close()
+
+
+class Tasks:
+    """The tasks of an SMP and their order: checksums, encoding and proofs take turns, step by step, so that none
+    starves; scrubbing is not urgent and runs while no other task is active."""
+
+    def __init__(self) -> None:
+        self.check, self.encode, self.prove, self.scrub = Task(), Task(), Task(), Task()
+        self._turns = deque((self.check, self.encode, self.prove))
+
+    @property
+    def active(self) -> bool:
+        """Whether a task is active, even if it waits."""
+        return self.scrub.active or any(task.active for task in self._turns)
+
+    def next(self) -> Task | None:
+        """The active task whose step is due next, perhaps after a wait; None if none is active."""
+        self._turns.rotate(-1)
+        active = [task for task in self._turns if task.active] or [self.scrub] * self.scrub.active
+        return min(active, key=lambda task: task.wait_secs, default=None)
+
+    def stop(self) -> None:
+        """Cancel all."""
+        for task in (*self._turns, self.scrub):
+            task.stop()
 
 
 def within(work: Work[T], secs: float) -> Work[T]:
@@ -103,9 +129,9 @@ def in_thread(action: Callable[[], T]) -> Work[T]:
     return result[0]
 
 
-MOST_SECS = 0.5
+MAX_SECS = 0.5
 """Longest single wait for busy ranks, and the largest balance of time to wait."""
-NETWORK_MOST_SECS = 2.0
+MAX_NETWORK_SECS = 2.0
 """The same for the network: as long as a gradient reduction, and far below deadlines of requests for bytes."""
 
 
@@ -132,20 +158,20 @@ class Bucket:
         """Seconds until the rate allows more; 0: now."""
         return max(0.0, self._due - self._clock()) if self._rate > 0 else 0.0
 
-    def reserve(self, nbytes: int, most_secs: float) -> float | None:
-        """Charge ``nbytes`` to be moved after the returned seconds; None, and no charge, beyond ``most_secs``."""
+    def reserve(self, nbytes: int, max_secs: float) -> float | None:
+        """Charge ``nbytes`` to be moved after the returned seconds; None, and no charge, beyond ``max_secs``."""
         with self._guard:
             wait_secs = self.wait_secs()
-            if wait_secs > most_secs:
+            if wait_secs > max_secs:
                 return None
             self.charge(nbytes)
             return wait_secs
 
 
 class CooperativeYield(threading.local):
-    """Waits while others are busy, for at most as long as was worked before, and ``most_secs`` at a time.
+    """Waits while others are busy, for at most as long as was worked before, and ``max_secs`` at a time.
 
-    So work takes at most twice its undisturbed time (plus ``most_secs``), however busy others are. Each thread has
+    So work takes at most twice its undisturbed time (plus ``max_secs``), however busy others are. Each thread has
     its own balance: the wait of one thread is not work of another.
 
     Args:
@@ -153,23 +179,23 @@ class CooperativeYield(threading.local):
     """
 
     def __init__(
-        self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic, most_secs: float = MOST_SECS
+        self, busy: Callable[[], bool], clock: Callable[[], float] = time.monotonic, max_secs: float = MAX_SECS
     ) -> None:
         self._busy = busy
         self._clock = clock
-        self._most_secs = most_secs
-        self._saved = most_secs
+        self._max_secs = max_secs
+        self._saved = max_secs
         self._since = clock()
 
     def wait(self) -> Iterator[float]:
         """Wait until nobody is busy or the balance is used up. The time since the last call counts as work."""
         begun = self._clock()
-        self._saved = min(self._most_secs, self._saved + begun - self._since)
+        self._saved = min(self._max_secs, self._saved + begun - self._since)
         while self._busy() and self._clock() - begun < self._saved:
             yield _POLL_SECS
         self._since = self._clock()
         # A caller that resumed late has overdrawn the balance, and first pays that off by work.
-        self._saved = max(-self._most_secs, self._saved - (self._since - begun))
+        self._saved = max(-self._max_secs, self._saved - (self._since - begun))
 
 
 class Throttle:
@@ -197,8 +223,8 @@ class Throttle:
         self.read = Bucket(smp_rate, clock)
         self.received = Bucket(network_rate, clock)
         self._sent = Bucket(network_rate, clock)
-        self._copying = CooperativeYield(copying, clock, MOST_SECS)
-        self._network = CooperativeYield(network, clock, NETWORK_MOST_SECS)
+        self._copying = CooperativeYield(copying, clock, MAX_SECS)
+        self._network = CooperativeYield(network, clock, MAX_NETWORK_SECS)
 
     def memory(self, nbytes: int) -> Iterator[float]:
         """Wait before ``nbytes`` of memory are read."""
@@ -214,7 +240,7 @@ class Throttle:
 
     def send(self, nbytes: int) -> Generator[float, None, bool]:
         """Wait before ``nbytes`` are sent; False: do not send them, the rate or the network has no room soon."""
-        wait_secs = self._sent.reserve(nbytes, MOST_SECS)
+        wait_secs = self._sent.reserve(nbytes, MAX_SECS)
         if wait_secs is None:
             return False
         if wait_secs > 0:
@@ -225,7 +251,7 @@ class Throttle:
         need_secs = nbytes / self._network_rate if self._network_rate else 0.0
         begun = self._clock()
         while (has_room := self._has_room(need_secs)) is False:
-            if self._clock() - begun >= NETWORK_MOST_SECS:
+            if self._clock() - begun >= MAX_NETWORK_SECS:
                 return False
             yield _POLL_SECS
         if has_room is None:

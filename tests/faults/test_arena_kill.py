@@ -77,12 +77,6 @@ def write_for_ever(path: Path, first: int) -> None:
         progress[0] = iteration
 
 
-def create_for_ever(node_dir: Path) -> None:
-    """Create and remove the arena again and again."""
-    while True:
-        Arena.create(node_dir, MANIFEST, 2).remove()
-
-
 def start(action: Callable[[], None]) -> int:
     """A child of this process that does ``action`` for ever; its pid."""
     child = os.fork()
@@ -149,28 +143,6 @@ def test_killed_while_writing_snapshots(node_dir: Path, kills: int) -> None:
     assert seen == {SlotState.WRITING, SlotState.SEALED} and unhashed == {False, True}
 
 
-@pytest.mark.parametrize("kills", by_default([8, 20], [8]))
-def test_killed_while_creating_and_removing(node_dir: Path, kills: int) -> None:
-    instants = random.Random(7)
-    complete = half = 0
-    for _ in range(kills):
-        child = start(partial(create_for_ever, node_dir))
-        time.sleep(instants.random() * 0.02)  # any instant
-        kill(child)
-        hidden = [path for path in node_dir.iterdir() if path.name.startswith(".")]
-        assert len(hidden) <= 1
-        half += len(hidden)
-        for path in list_arenas(node_dir):
-            complete += 1
-            arena = Arena.open(path)
-            assert [arena.slot_error(slot) for slot in range(2)] == [None, None]
-            assert arena.control.whole() is None
-            arena.remove()
-        Arena.create(node_dir, MANIFEST, 2).remove()
-        assert list(node_dir.iterdir()) == []
-    assert half > 0, "no kill hit the middle: the fault tested nothing"
-
-
 def test_killed_at_each_step_of_freeing_and_allocating(node_dir: Path) -> None:
     lineage = b"l" * 16
 
@@ -208,3 +180,20 @@ def test_killed_at_each_step_of_freeing_and_allocating(node_dir: Path) -> None:
         if not killed:
             break
     assert step > 20 and seen == {(True, True), (False, True), (True, False)}
+
+
+def test_killed_at_each_step_of_creating_and_removing(node_dir: Path) -> None:
+    half = 0
+    for step in itertools.count():
+        killed = killed_at(step, lambda: Arena.create(node_dir, MANIFEST, 2).remove())
+        hidden = [path for path in node_dir.iterdir() if path.name.startswith(".")]
+        half += len(hidden)
+        for path in list_arenas(node_dir):
+            arena = Arena.open(path)
+            assert [arena.slot_error(slot) for slot in range(2)] == [None, None] and arena.control.whole() is None
+            arena.remove()
+        Arena.create(node_dir, MANIFEST, 2).remove()
+        assert list(node_dir.iterdir()) == []
+        if not killed:
+            break
+    assert half > 0, "no kill hit the middle: the fault tested nothing"

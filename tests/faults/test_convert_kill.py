@@ -102,22 +102,6 @@ def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Writer]) ->
     assert step > 25 and resumed == set(range(5))
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
-    """Each run is killed a little later than where the last one stood."""
-    source = Columns(40)
-    out, done, runs = tmp_path / "out", [0], 0
-    while killed_at(20, lambda: convert(source, UniversalWriter(out, 30_000), Options(workers=3))):
-        runs += 1
-        if out.exists():
-            assert contents(out) == source.expected
-            continue
-        written = len(list((tmp_path / "out.partial").glob("tensors-*")))
-        assert written >= done[-1] and runs < 20
-        done.append(written)
-    assert runs > 1 and done[1] < done[-1]
-    assert contents(out) == source.expected
-
-
 LIMITED = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000,) * 2)

@@ -22,19 +22,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 UNTIL, AT = 7, 5
 PIPELINE = "pp2-dp2"
 
-# point → iterations that may be restored when rank 1 dies there in iteration AT, as in test_kill.py
-POINTS = {
-    "forward": {AT - 2, AT - 1},
-    "fence": {AT - 2, AT - 1},
-    "before_step": {AT - 1, AT - 2},
-    "after_step": {AT - 1},
-    "boundary": {AT - 1},
-    "copy": {AT - 1},
-    "before_seal": {AT - 1},
-    "after_seal": {AT - 1, AT},
-    "between": {AT - 1, AT},
-}
-
 
 @cache
 def reference(name: str, *argv: str, until: int = UNTIL) -> list[jobs.Outcome]:
@@ -58,21 +45,11 @@ def resume(name: str, settings: dict[str, Any], *argv: str, until: int = UNTIL) 
     return jobs.assert_continues(reference(name, *argv, until=until), resumed)
 
 
-@pytest.mark.parametrize("point", by_default(POINTS, ["after_seal"]))
-def test_one_rank_of_a_pipeline_killed_at_every_point(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    attempt(PIPELINE, settings, Fault(1, AT, point, tmp_path / "fired", "kill"))
-    assert resume(PIPELINE, settings) in POINTS[point]
-
-
-@pytest.mark.parametrize(
-    ("name", "data"),
-    by_default([("zero1", "engine"), (PIPELINE, "iterator"), (PIPELINE, "engine")], [(PIPELINE, "iterator")]),
-)
-def test_the_position_of_the_data_comes_back(name: str, data: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """In the second epoch of DeepSpeed's own loader, or of an iterator that the script makes anew."""
-    argv, until = ("--data", data), 15
-    attempt(name, settings, Fault(1, 14, "forward", tmp_path / "fired", "kill"), argv=argv, until=until)
-    assert resume(name, settings, *argv, until=until) in {12, 13}
+def test_the_position_of_the_data_comes_back(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of an iterator that the script makes anew; DeepSpeed's own loader has tests with its other doors."""
+    argv, until = ("--data", "iterator"), 15
+    attempt(PIPELINE, settings, Fault(1, 14, "forward", tmp_path / "fired", "kill"), argv=argv, until=until)
+    assert resume(PIPELINE, settings, *argv, until=until) in {12, 13}
 
 
 @pytest.mark.parametrize("name", by_default(["zero2", PIPELINE], [PIPELINE]))
@@ -150,9 +127,3 @@ def test_a_job_that_lost_its_storage_and_nothing_else(settings: dict[str, Any], 
     shutil.rmtree(storage)
     resumed = ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES["zero1"], UNTIL, settings, argv))
     assert jobs.assert_continues(reference("zero1"), resumed) == AT - 1
-
-
-@pytest.mark.slow
-def test_zero_3_with_tensor_parallelism(settings: dict[str, Any], tmp_path: Path) -> None:
-    attempt("zero3-tp2", settings, Fault(1, AT, "before_step", tmp_path / "fired", "kill"))
-    assert resume("zero3-tp2", settings) in POINTS["before_step"]

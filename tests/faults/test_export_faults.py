@@ -1,4 +1,4 @@
-"""Snapshots on storage made into what others load, by processes of SMPs: real duties, real conversions, kills."""
+"""Snapshots on storage made into what others load, by processes of SMPs: real tasks, real conversions, kills."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.flush_jobs import Job
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.processes import command_line, running
 from tests.support.smp_nodes import Node, SmpProcess, describe
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]

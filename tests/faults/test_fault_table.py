@@ -1,4 +1,5 @@
-"""Fault × instant × protection → what must come back; the table is in ``tests/support/fault_rows.py``."""
+"""Fault × instant × protection → what must come back (the table is in ``tests/support/faults.py``), and kills
+that follow each other or come with other faults."""
 
 from __future__ import annotations
 
@@ -19,8 +20,7 @@ from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
 from tests.support import jobs
 from tests.support.arenas import check_all
 from tests.support.event_logs import read_events
-from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS
-from tests.support.faults import Fault
+from tests.support.faults import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, Fault
 from tests.support.pool import RankFailure
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -28,6 +28,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 RANKS = 4
+PP2 = ("--pp", "2")
 UNTIL = 8
 AT = 5
 COVER_SECS = 60.0
@@ -45,6 +46,14 @@ def resume(settings: dict[str, Any], *layout: str, nodes: Sequence[str] | None =
     return jobs.assert_continues(reference(*layout), resumed)
 
 
+def attempt(settings: dict[str, Any], *faults: Fault, until: int = UNTIL, **more: Any) -> list[Any]:
+    results = jobs.broken(RANKS, jobs.Run(PP2, until, settings, faults=faults, **more))
+    for fault in faults:
+        ranks = range(RANKS) if fault.rank == "all" else [fault.rank]
+        assert all(fault.fired(rank) for rank in ranks), f"{fault} did not fire"
+    return results
+
+
 @pytest.mark.parametrize(
     ("instant", "protect"),
     by_default(
@@ -55,19 +64,10 @@ def resume(settings: dict[str, Any], *layout: str, nodes: Sequence[str] | None =
 def test_one_rank_killed(instant: str, protect: str, settings: dict[str, Any], tmp_path: Path) -> None:
     settings["protect"] = protect
     fault = Fault(1, AT, instant, tmp_path / "fired", "kill")
-    results = jobs.broken(RANKS, jobs.Run(["--pp", "2"], UNTIL, settings, faults=[fault]))
-    assert jobs.killed(results[1]) and fault.fired(1)
+    assert jobs.killed(attempt(settings, fault)[1])
     back = {AT + offset for offset in KILLS[instant]}
     # With protection a snapshot may be skipped while another is being protected.
-    assert (start := resume(settings, "--pp", "2")) in back or (protect != "none" and 0 < start < min(back))
-
-
-@pytest.mark.parametrize("instant", by_default(["copy", "fence", "before_step"], []))
-def test_all_ranks_killed_at_once(instant: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    fault = Fault("all", AT, instant, tmp_path / "fired", "kill", secs=20)
-    results = jobs.broken(RANKS, jobs.Run(["--pp", "2"], UNTIL, settings, faults=[fault]))
-    assert all(map(jobs.killed, results)), [result.error for result in results]
-    assert resume(settings, "--pp", "2") in {AT + offset for offset in KILLS[instant]}
+    assert (start := resume(settings, *PP2)) in back or (protect != "none" and 0 < start < min(back))
 
 
 def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = None) -> tuple[list[Path], int]:
@@ -154,3 +154,52 @@ def test_both_snapshots_of_one_rank_damaged(settings: dict[str, Any], tmp_path: 
         DAMAGES["stepped byte"].damage(paths[1], slot)
     with pytest.raises(RankFailure, match=r"(?s)LostError.*corrupt in"):
         jobs.outcomes(RANKS, jobs.Run(["--tp", "2"], UNTIL, settings))
+
+
+@pytest.mark.parametrize("point", by_default(["void", "load"], ["load"]))
+def test_killed_while_restoring(point: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(settings, Fault(1, AT, "before_seal", tmp_path / "first", "kill"))
+    victim = 0 if point == "void" else 1
+    results = attempt(settings, Fault(victim, AT - 1, point, tmp_path / "second", "kill"))
+    assert jobs.killed(results[victim])
+    assert resume(settings, *PP2) == AT - 1
+
+
+def test_lineages_never_mix(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Two attempts each seal the same iteration on some ranks only, the second with other bits."""
+    attempt(settings, Fault(1, AT, "before_seal", tmp_path / "first", "kill"))
+    attempt(settings, Fault(2, AT, "before_seal", tmp_path / "second", "kill"), perturb=True)
+    assert resume(settings, *PP2) == AT - 1
+
+
+@pytest.mark.slow
+def test_stalled_failing_and_killed_ranks_together(settings: dict[str, Any], tmp_path: Path) -> None:
+    argv = ["--pp", "2", "--no-distributed-optimizer", "--overlap-grad-reduce"]
+    faults = [
+        Fault(0, 4, "fence", tmp_path / "stalled", "stall", secs=1.5),
+        Fault(1, 4, "copy", tmp_path / "raised", "raise"),
+        Fault(2, 6, "boundary", tmp_path / "killed", "kill"),  # whoever is there has passed all fences
+    ]
+    whole = jobs.outcomes(RANKS, jobs.Run(argv, UNTIL))
+    jobs.broken(RANKS, jobs.Run(argv, UNTIL, settings, faults=faults))
+    assert [fault.fired(int(fault.rank)) for fault in faults] == [True] * 3
+    errors = jobs.events(settings, "snapshot_error")
+    assert {event["rank"] for event in errors} == {1}, errors
+    start = jobs.assert_continues(whole, jobs.outcomes(RANKS, jobs.Run(argv, UNTIL, settings)))
+    assert start == 5
+
+
+@pytest.mark.slow
+def test_old_arenas_stay_until_a_new_snapshot_is_whole(settings: dict[str, Any], tmp_path: Path) -> None:
+    """After nodes swapped, new arenas are empty: until they hold a snapshot the old ones have the only one."""
+    here, there = ["a", "a", "b", "b"], ["b", "b", "a", "a"]
+    attempt(settings, Fault("all", AT, "boundary", tmp_path / "first", "kill", secs=20), nodes=here)
+    attempt(settings, Fault("all", AT, "boundary", tmp_path / "second", "kill", secs=20), nodes=there)
+    resumed = jobs.outcomes(RANKS, jobs.Run(PP2, UNTIL, settings, nodes=there))
+    assert jobs.assert_continues(reference(*PP2), resumed) == AT - 1
+    assert not list(Path(settings["arena"]).iterdir()), "old arenas were left behind"
+
+
+def test_killed_before_anything_was_whole(settings: dict[str, Any], tmp_path: Path) -> None:
+    attempt(settings, Fault(1, 1, "before_seal", tmp_path / "fired", "kill"))
+    assert resume(settings, *PP2) == 0

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import ROOT, Launched, deepspeed_config, free_ports
-from tests.support.processes import command_line, running
+from tests.support.launching import Launched, deepspeed_config
+from tests.support.processes import command_line, free_ports, running
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 pytestmark = [

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from ftckpt.persist.backend import open_storage
-from tests.support.launching import ITERATIONS, ROOT, Launched, Standins, free_ports
-from tests.support.stored import committed
+from tests.support.launching import ITERATIONS, Launched, Standins
+from tests.support.processes import free_ports
+from tests.support.repository import ROOT
+from tests.support.storages import committed
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 

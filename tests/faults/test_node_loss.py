@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from ftckpt.memory.directory import SMP_STATE_NAME
-from tests.support.launching import ITERATIONS, ROOT, Nodes
+from tests.support.launching import ITERATIONS, Nodes
 from tests.support.pool import run_ranks
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]

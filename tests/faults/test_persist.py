@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -25,7 +24,7 @@ from ftckpt.memory.destinations import LoadTarget
 from ftckpt.memory.directory import SMP_STATE_NAME, clean_job, end_smp
 from ftckpt.persist import retention
 from ftckpt.persist.backend import open_storage
-from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, iteration_of
+from ftckpt.persist.commit import CheckpointName, checkpoints, claim, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
@@ -38,10 +37,8 @@ from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
-from tests.support.s3_server import BUCKET, S3Server
 from tests.support.smps import start_smps
-from tests.support.stored import committed
-from tests.support.swift import swift
+from tests.support.storages import BUCKET, S3Server, committed, swift
 from tests.support.tiers import by_default
 from tests.support.waiting import meet, until
 
@@ -158,21 +155,6 @@ def test_snapshots_come_to_storage_while_training_goes_on(persisting: dict[str, 
     assert not [event for event in told if event["event"] in ("flush_failed", "storage_fails")]
 
 
-def test_an_interval_of_storage_follows_from_what_a_flush_takes_and_from_mtbf(persisting: dict[str, Any]) -> None:
-    """One fails each 36 s: the second flush, and all behind it, are as far apart as all ranks agree."""
-    persisting |= {"persist_interval": "auto", "mtbf": "36s", "persist_keep": 0}
-    results = [result.value for result in run_ranks(train_until_persisted, 4, persisting, 4)]
-    assert all(persisted == results[0] for persisted in results), "all ranks know the same"
-    changes = [one for one in jobs.events(persisting, "interval_changed") if one["of"] == "storage"]
-    by_rank = [[event["interval"] for event in changes if event["rank"] == rank] for rank in range(4)]
-    assert by_rank[0] and all(intervals == by_rank[0] for intervals in by_rank)
-    assert all(event["mtbf_secs"] == 36.0 and event["flush_secs"] > 0 for event in changes)
-    first, *later = results[0]
-    assert first < 100, "one goes soon: what it takes is to be known"
-    gaps = [b - a for a, b in zip([first, *later], later, strict=False)]
-    assert all(gap >= min(by_rank[0]) for gap in gaps)
-
-
 def arenas_of(settings: dict[str, Any]) -> Iterator[Arena]:
     for path in Path(settings["arena"]).glob("ftckpt-test/*/dp*"):
         with closing(Arena.open(path)) as arena:
@@ -256,24 +238,6 @@ def test_what_is_bad_on_storage_is_passed_over(restores: Callable[..., Any], goi
     texts = "do not match their checksum", "cannot be unpacked"
     assert any(text in event["error"] for event in told for text in texts)
     assert any("damaged or edited" in event["error"] for event in told)
-
-
-def next_flush(rank: int, world_size: int, settings: dict[str, Any]) -> tuple[int | None, int]:
-    """From where, and what goes to storage next."""
-    checkpointer, _ = plain.make(rank, world_size, settings, NODES[:world_size])
-    start = checkpointer.restore()
-    checkpointer.close(remove=False)
-    return start, checkpointer._state.flushes.due
-
-
-def test_what_is_passed_over_is_nothing_that_the_job_has(going_on: dict[str, Any]) -> None:
-    """Neither what comes to storage next counts from it, nor is it the last of the job for an SMP without ranks."""
-    newest, second, *_ = [one.snapshot for one in stored(going_on)]
-    damaged(going_on, newest.iteration, "dp2")
-    interval = newest.iteration - second.iteration  # the next one is not before the bad one, were that counted
-    results = [result.value for result in run_ranks(next_flush, 4, {**going_on, "persist_interval": interval})]
-    assert results == [(second.iteration, (second.iteration // interval + 1) * interval)] * 4
-    assert claimed_lineage(open_storage(going_on["persist"])).branches[-1].iteration == second.iteration
 
 
 def restored_while_reads_fail(rank: int, world_size: int, settings: dict[str, Any], is_away: bool) -> Any:
@@ -389,7 +353,7 @@ def train_past(rank: int, world_size: int, settings: dict[str, Any], last: int) 
     """Until a snapshot behind ``last`` is whole; then all are killed at a boundary."""
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     number = checkpointer.restore() or 0
-    while checkpointer.whole is None or checkpointer.whole.iteration <= last:
+    while checkpointer.committed is None or checkpointer.committed.iteration <= last:
         number += 1
         plain.iterate(checkpointer, state, number)
     die_together(checkpointer, settings, world_size)
@@ -434,12 +398,6 @@ def test_what_goes_bad_on_its_way_from_storage_into_a_slot_is_not_restored(going
     with a_rank_raises(CorruptError, "chunk 0", "memory"):
         run_ranks(restored_into_bad_memory, 4, going_on)
     assert not any(arena.snapshots() for arena in arenas_of(going_on))
-
-
-def test_a_start_beside_checkpoints_of_another_program_is_refused(persisting: dict[str, Any]) -> None:
-    Path(persisting["persist"], "latest").write_text("global_step12")
-    with pytest.raises(RankFailure, match=r"persist: .*latest is of another program; name a place of its own"):
-        run_ranks(restored, 4, persisting)
 
 
 def test_slots_without_one_for_storage_are_refused(persisting: dict[str, Any]) -> None:
@@ -522,45 +480,6 @@ def test_a_job_ends_where_storage_has_gone_and_memory_keeps_its_last_snapshot(
     assert "iteration 6 is at" in capsys.readouterr().out and committed(open_storage(persisting["persist"])) == [6]
 
 
-def test_where_a_flush_is_given_up_all_ranks_raise_at_one_iteration_and_wait_for_nobody(
-    persisting: dict[str, Any], tmp_path: Path
-) -> None:
-    """The last rank reads of it long after the others, and they have raised by then."""
-    persisting["replica_check_interval"] = 0
-    results = [result.value for result in run_ranks(train_until_an_error, 4, persisting, tmp_path)]
-    assert all(result == results[0] for result in results), results
-    iteration, text = results[0]
-    assert iteration > 4 and "flush of iteration" in text
-    assert re.search(rf"node n[01]: --ftckpt-persist: {persisting['persist']}: does not exist", text), text
-
-
-def train_until_an_error(rank: int, world_size: int, settings: dict[str, Any], place: Path) -> tuple[int, str]:
-    """Storage goes as soon as training begins."""
-    checkpointer, state = plain.restarted(rank, world_size, settings, NODES[:world_size])
-    if rank == 0:
-        shutil.rmtree(settings["persist"])
-    for number in range(1, 2000):
-        checkpointer.fence()  # behind that of the last rank the others know what all have posted
-        state.advance(number, number)
-        # The first has a proof, for which all meet; copies that are not done yet are posted in the step.
-        if rank == world_size - 1 and number > 1 and not checkpointer._state.owes_vote:
-            passed = [place / f"{other}-{number}" for other in range(rank)]
-            until(
-                lambda passed=passed: all(path.exists() for path in passed),
-                "the others wait for the last one",
-                secs=30,
-            )
-        try:
-            checkpointer.step(number)
-        except StorageError as error:
-            (place / f"{rank}-{number}").touch()
-            checkpointer.close(remove=False)
-            return number, str(error)
-        (place / f"{rank}-{number}").touch()
-        time.sleep(ITERATION_SECS)
-    raise AssertionError("no error came")
-
-
 def test_an_end_that_brings_nothing_to_storage(
     persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -607,11 +526,6 @@ def test_a_rollback_gives_up_nothing_and_can_be_taken_back(
     assert not {"void", "readers"} & {path.name for path in Path(going_on["persist"]).iterdir()}
 
 
-def test_a_name_that_is_not_there_is_refused(going_on: dict[str, Any]) -> None:
-    with a_rank_raises(StorageError, "--ftckpt-restore-from iter_0099999", "ftckpt list"):
-        run_ranks(restored, 4, going_on | {"restore_from": "iter_0099999"})
-
-
 def back_by_name(rank: int, world_size: int, settings: dict[str, Any], loaded: int) -> None:
     checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
     assert checkpointer.restore(newer_than=loaded, rollback=True) is None
@@ -631,31 +545,6 @@ def test_what_was_rolled_back_from_does_not_come_back_where_memory_is_lost(
         run_ranks(restored, 4, going_on)
     going_on["on_lost"] = "fresh"
     assert [result.value[0] for result in run_ranks(restored, 4, going_on)] == [None] * 4
-
-
-def test_a_rollback_that_nothing_followed_is_known_where_memory_is_lost(going_on: dict[str, Any]) -> None:
-    newest, wanted, *_ = [one.snapshot for one in stored(going_on)]
-    run_ranks(restored, 4, going_on | {"rollback_before": newest.iteration})
-    clean_job(Path(going_on["arena"]), "test")
-    comes_back(going_on, wanted.iteration)
-
-
-def counted_backwards(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
-    """The script counts a number again when two snapshots are on storage; returns the iterations of those."""
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    persisted = persisted_by(checkpointer, state, 2)
-    plain.iterate(checkpointer, state, persisted[0] + 1, offset=100.0)
-    assert checkpointer.off
-    checkpointer.close(remove=False)
-    return persisted
-
-
-def test_a_script_that_counts_backwards_loses_nothing_on_storage(persisting: dict[str, Any]) -> None:
-    persisting |= {"protect": "none", "persist_keep": 0, "persist_at_end": "off"}
-    _, newest = run_ranks(counted_backwards, 2, persisting)[0].value
-    clean_job(Path(persisting["arena"]), "test")
-    (result, _) = [result.value for result in run_ranks(restored, 2, persisting)]
-    assert result[0] >= newest
 
 
 def test_what_a_restart_reads_nobody_removes(going_on: dict[str, Any]) -> None:

@@ -17,9 +17,9 @@ import yaml
 
 from ftckpt.cli.main import main
 from ftckpt.memory.directory import SMP_LOCK_NAME
-from tests.support.launching import ROOT
 from tests.support.pod_lab import Cluster, Pod, Provided, python_image
 from tests.support.processes import command_line, running
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.slow]

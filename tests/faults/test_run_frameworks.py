@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import ROOT, Launched, deepspeed_config
+from tests.support.launching import Launched, deepspeed_config
+from tests.support.repository import ROOT
 from tests.support.running import READY
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]

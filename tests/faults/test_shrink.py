@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
-from tests.support.launching import ITERATIONS, ROOT, Nodes
+from tests.support.launching import ITERATIONS, Nodes
 from tests.support.pool import run_ranks
+from tests.support.repository import ROOT
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.launching import ROOT
-from tests.support.slurm_jobs import SlurmJob
-from tests.support.slurm_lab import GRACE_SECS, NODES, SlurmLab
+from tests.support.repository import ROOT
+from tests.support.slurm_lab import GRACE_SECS, NODES, SlurmJob, SlurmLab
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.slow]

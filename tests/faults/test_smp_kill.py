@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import shutil
 import signal
 import threading
@@ -21,15 +20,14 @@ import pytest
 from ftckpt.errors import SmpError
 from ftckpt.memory.directory import clean_job
 from ftckpt.memory.end_notes import read as read_ends
-from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import JobLock
 from ftckpt.memory.process import Process
-from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.client import SmpClient, Watch
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import VERSION
-from tests.support.interpreters import python
 from tests.support.killing import killed_at
+from tests.support.processes import python
 from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
 from tests.support.waiting import until
 
@@ -204,21 +202,6 @@ def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpS
         watch.stop()
 
 
-def test_a_watch_tells_what_it_cannot_cure(site: SmpSite) -> None:
-    client, told = site.start(), Told()
-    kill(client)
-    (site.node_dir / "smp.lock").unlink()
-    (site.node_dir / "smp.lock").mkdir()
-    watch = Watch(client, told, every_secs=0.05)
-    try:
-        until(lambda: told.seen)
-    finally:
-        watch.stop()
-    name, fields = told.seen[0]
-    assert name == "smp_error" and "smp.lock" in fields["error"]
-    (site.node_dir / "smp.lock").rmdir()
-
-
 def test_killed_while_it_starts(site: SmpSite) -> None:
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4):
         found: list[Any] = []
@@ -236,33 +219,6 @@ def test_killed_while_it_starts(site: SmpSite) -> None:
         # One that was not seen yet as others were killed finds the lock held, and goes.
         until(lambda: len(site.pids()) == 1)
         kill(site.start())
-
-
-def test_killed_while_it_is_configured(site: SmpSite) -> None:
-    """What the next one reads is what the last configuration that was acknowledged said, or the one on its way."""
-    rng = random.Random(7)
-    acknowledged, sent = -1, 0
-    for _ in range(8):
-        client = site.start()
-        kept = load_description(site.node_dir)
-        if kept is not None:
-            assert kept["mirror_from"] == {}
-            assert acknowledged <= kept["number"] < sent
-        else:
-            assert acknowledged < 0
-        pid = client.hello()["pid"]
-        killer = threading.Timer(rng.uniform(0.0, 0.1), os.kill, (pid, signal.SIGKILL))
-        killer.start()
-        try:
-            while True:
-                number, sent = sent, sent + 1
-                client.configure({**site.description(), "number": number, "filler": "x" * 300_000})
-                acknowledged = number
-        except SmpError:
-            pass
-        killer.join()
-        until(lambda: not site.pids())
-    assert acknowledged > 0
 
 
 def test_a_kill_while_the_configuration_is_kept_leaves_the_old_or_the_new_one(arena_root: Path) -> None:
@@ -291,30 +247,6 @@ def test_what_was_kept_and_is_damaged_stops_nobody(site: SmpSite, content: str) 
     until(lambda: "cannot be used" in site.log)
     site.start().configure(site.description())
     assert json.loads(path.read_text())["description"]["job"] == JOB and not path.is_symlink()
-
-
-@pytest.mark.slow
-def test_a_frozen_one_hangs_nobody(site: SmpSite) -> None:
-    client = site.start()
-    pid = client.hello()["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        begin = time.monotonic()
-        for call in (client.hello, client.status):
-            with pytest.raises(SmpError, match="does not answer"):
-                call(0.5)
-        with pytest.raises(SmpError, match="does not answer"):
-            client.configure(site.description(), timeout_secs=0.5)
-        with pytest.raises(SmpError, match="no SMP"):
-            find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=1.0)
-        assert time.monotonic() - begin < 20
-        assert site.pids() == [pid], "a second one is not started beside it"
-        until(lambda: not Heartbeat.open(site.node_dir, None).smp_alive(0.5))
-        client.end(timeout_secs=4)  # the job is over: nobody waits for it any more
-        assert site.pids() == []
-    finally:
-        if site.pids() == [pid]:
-            os.kill(pid, signal.SIGCONT)
 
 
 def test_the_end_of_the_job_after_a_kill_leaves_nothing(site: SmpSite) -> None:

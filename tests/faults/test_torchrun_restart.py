@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ftckpt.frameworks.rendezvous import REMEDY
-from tests.support.launching import Launched, free_ports
+from tests.support.launching import Launched
+from tests.support.processes import free_ports
 
 pytestmark = pytest.mark.faults
 
@@ -76,59 +76,28 @@ def job(tmp_path: Path, arena_root: Path) -> Iterator[Job]:
     started.stop()
 
 
-def check_finished(job: Job, world: int, num_faults: int) -> None:
-    """Every fault fired, every rank finished, and all ranks of the last attempt had one name that was new."""
-    assert [(job.here / f"fired{number}").exists() for number in range(num_faults)] == [True] * num_faults
-    logs = [job.log_of(rank) for rank in range(world)]
-    assert [log[-1].get("world") for log in logs] == [world] * world
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["static", "file"])
+def test_attempts_are_isolated_where_a_store_outlives_them(job: Job, how: str) -> None:
+    """Standalone and c10d have tests with their launchers."""
+    rendezvous = {
+        "static": (
+            *("--rdzv-backend", "static", "--nnodes", "1", "--node-rank", "0"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(free_ports(1))),
+        ),
+        "file": (
+            *("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-id", "file"),
+            *("--rdzv-endpoint", str(job.here / "rendezvous"), "--rdzv-conf", "store_type=file"),
+        ),
+    }
+    job.agent(*rendezvous[how], "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
+    job.finish()
+    # Every fault fired, every rank finished, and all ranks of the last attempt had one name that was new.
+    assert [(job.here / f"fired{number}").exists() for number in range(2)] == [True] * 2
+    logs = [job.log_of(rank) for rank in range(2)]
+    assert [log[-1].get("world") for log in logs] == [2] * 2
     names = [[line["done"] for line in log if line["event"] == "start"] for log in logs]
-    assert len({name[-1] for name in names}) == 1
-    assert len(set(names[0])) == num_faults + 1
-
-
-@pytest.mark.slow
-def test_standalone(job: Job) -> None:
-    job.agent("--standalone", "--nproc-per-node", "2", faults=[(1, 1), (0, 2)])
-    job.finish()
-    check_finished(job, world=2, num_faults=2)
-    assert REMEDY not in job.output(10**6)
-
-
-@pytest.mark.slow
-def test_two_c10d_agents(job: Job) -> None:
-    endpoint = f"127.0.0.1:{free_ports(1)}"
-    for node in ("a", "b"):
-        job.agent(
-            *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"),
-            *("--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=1,join_timeout=60"),
-            faults=[(3, 1), (0, 2)],
-            FTCKPT_NODE=node,
-        )
-    job.finish()
-    check_finished(job, world=4, num_faults=2)
-    assert job.output(10**6).count(REMEDY) == 3, "rank 0 says at each start what lets a replaced node join"
-
-
-@pytest.mark.slow
-def test_static(job: Job) -> None:
-    job.agent(
-        *("--rdzv-backend", "static", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_ports(1))),
-        faults=[(0, 1)],
-    )
-    job.finish()
-    check_finished(job, world=2, num_faults=1)
-
-
-@pytest.mark.slow
-def test_c10d_through_a_file(job: Job) -> None:
-    job.agent(
-        *("--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "file"),
-        *("--rdzv-endpoint", str(job.here / "rendezvous"), "--rdzv-conf", "store_type=file"),
-        faults=[(1, 1)],
-    )
-    job.finish()
-    check_finished(job, world=2, num_faults=1)
+    assert names[0][-1] == names[1][-1] and len(set(names[0])) == 3
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copy_plan import CALL_COPIES, CopyPlan
 from ftckpt.capture.driver import Call
 from ftckpt.errors import CaptureError
-from tests.support.device_snapshots import DeviceSnapshots
-from tests.support.device_states import CPU, Blocked, assert_holds, plan, shared_slot
+from tests.support.device_states import CPU, Blocked, DeviceSnapshots, assert_holds, plan, shared_slot
 from tests.support.fake_device import PAGE, FakeDevice
 from tests.support.waiting import until
 
@@ -140,7 +139,7 @@ def test_what_a_refused_call_lets_go_of_stays_until_the_device_is_done(
     plan = weakref.ref(snapshots.copier._plan)
     release, fake.refuse_calls = fake.hold(fake.side), True
     snapshots.begin()
-    flight: Any = snapshots.copier._flight
+    flight: Any = snapshots.capture.flight
     until(lambda: flight.error is not None, "it is refused", 20.0)
     flight.error.with_traceback(None)  # which would hold it, too
     gc.collect()

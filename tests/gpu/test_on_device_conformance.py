@@ -6,28 +6,26 @@ its accelerator when the pool's server imports it: with DS_ACCELERATOR=cuda its 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.conformance.suite import CHECKS, Suite
+from tests.support.adapters import ADAPTERS
+from tests.support.conformance import CHECKS, Adapter, Suite
 from tests.support.real_device import needs_device
 
 pytestmark = [*needs_device, pytest.mark.multiproc, pytest.mark.faults]
-FRAMEWORKS = {"megatron": "megatron", "plain": "torch", "deepspeed": "deepspeed"}
 
 
-def on_device(framework: str, configuration: str, ranks: int) -> Any:
-    """An adapter of ``tests.support.adapters`` whose job runs on the device, with so many ranks."""
-    adapters = importlib.import_module(f"tests.support.adapters.{framework}").ADAPTERS
-    adapter = next(one for one in adapters if one.configuration == configuration)
+def on_device(framework: str, configuration: str, ranks: int) -> Adapter:
+    """An adapter whose job runs on the device, with so many ranks."""
+    found = [one for one in ADAPTERS if (one.framework, one.configuration) == (framework, configuration)]
+    if not found:
+        pytest.skip(f"{framework} is not installed")
     pool = {"on_device": True, "backend": "cpu:gloo,cuda:nccl" if ranks == 1 else "gloo"}
-    return replace(adapter, ranks=ranks, pool=pool)
+    return replace(found[0], ranks=ranks, pool=pool)
 
 
 CASES = (
@@ -41,10 +39,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_conforms_on_the_device(case: tuple[str, str, int], arena_root: Path) -> None:
-    framework = case[0]
-    if importlib.util.find_spec(FRAMEWORKS[framework]) is None:
-        pytest.skip(f"{framework} is not installed")
-    if framework == "deepspeed" and os.environ.get("DS_ACCELERATOR") != "cuda":
+    if case[0] == "deepspeed" and os.environ.get("DS_ACCELERATOR") != "cuda":
         pytest.skip("DeepSpeed trains on the CPU here: set DS_ACCELERATOR=cuda")
     suite, failures = Suite(on_device(*case), arena_root), dict[str, str]()
     for name in CHECKS:

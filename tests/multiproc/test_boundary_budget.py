@@ -10,6 +10,7 @@ import pytest
 from benchmarks.boundary import settings_of
 from benchmarks.boundary_jobs import WARM_UP, Case, measure
 from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
@@ -17,7 +18,9 @@ SNAPSHOTS = 30
 """That count: a median of so many is steady on a busy machine."""
 
 
-@pytest.mark.parametrize(("pieces", "most_ms"), [(30, 1.6), (1000, 2.4), (3000, 6.0)])
+@pytest.mark.parametrize(
+    ("pieces", "most_ms"), by_default([(30, 1.6), (1000, 2.4), (3000, 6.0)], [(30, 1.6), (1000, 2.4)])
+)
 def test_a_boundary_takes_little_of_the_training_thread(pieces: int, most_ms: float, arena_root: Path) -> None:
     """Twice what it took beside other load, where each look at memory takes long; replicas are compared with each."""
     changes = {"overhead_budget": 0.0, "interval": 1}

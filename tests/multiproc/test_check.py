@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,16 +14,11 @@ import torch
 
 from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight, HostCopier
-from ftckpt.cli import check, check_device
-from ftckpt.cli.check_host import look_at_host
-from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult, attempt
+from ftckpt.cli import check_device
+from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.cli.main import main
 
 pytestmark = pytest.mark.multiproc
-
-
-def by_name(found: Any) -> dict[str, CheckResult]:
-    return {one.name: one for one in found}
 
 
 def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,33 +55,15 @@ def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureF
     assert problem in capsys.readouterr().err
 
 
-def test_sizes_have_units(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", "--arena", str(arena_root), "--host"]
-    for size, needed in (("3GiB", "3.0 GiB"), ("3GB", "2.8 GiB"), ("512 MiB", "512.0 MiB")):
-        main([*words, "--node-memory", size])
-        assert f"{needed} are needed" in capsys.readouterr().out
-
-
-def test_areas_by_name(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, found = list[int](), list[set[str]]()
-
-    def look(_arena: Path, mib: int) -> Iterator[CheckResult]:
-        given.append(mib)
-        yield CheckResult("device", "rate", PASSED, "")
-
-    monkeypatch.setattr(check_device, "look_at_device", look)
-    monkeypatch.setattr(check, "_show", lambda everything, alone: found.append({one.area for one in everything[0]}))
-    for words in (["--device", "--size", "64MiB"], ["--host", "--device"], ["--host", "--network"], []):
-        assert main(["check", "--arena", str(arena_root), *words]) == 0
-    assert found == [{"device"}, {"host", "device"}, {"host", "network"}, {"host", "device", "network"}]
-    assert [size >> 20 for size in given] == [64, 256, 256]
-
-
-def test_a_place_that_is_none(tmp_path: Path) -> None:
-    found = by_name(look_at_host(tmp_path / "none", 0, [{0, 1}]))
-    assert found["arena"].state == FAILED and "none does not exist" in found["arena"].text
-    assert found["kernel"].state == PASSED, "and what does not lie there is looked at all the same"
-    assert not {"room", "memory rate", "locks", "surroundings"} & set(found), "of its parent nothing is said"
+def test_areas_by_name(arena_root: Path, tmp_path: Path) -> None:
+    out, areas = tmp_path / "found.json", ("host", "device", "network")
+    for words, expected in (
+        (["--device"], {"device"}),
+        (["--host", "--network"], {"host", "network"}),
+        ([], {*areas}),
+    ):
+        assert main(["check", "--arena", str(arena_root), "--size", "1MiB", "--json", str(out), *words]) == 0
+        assert {one["area"] for one in json.loads(out.read_text())["ranks"]["0"]} == expected
 
 
 @pytest.mark.parametrize("area", ["--host", "--device"])
@@ -100,25 +73,9 @@ def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureF
     assert out.count("does not exist") == 1 and "FAILED host, arena: make it" in out and ", 1 failed," in out
 
 
-def test_a_result_that_cannot_be_written_is_refused_before_anything_is_looked_at(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "none" / "found.json"
-    assert main(["check", "--json", str(out)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and f"--json: {out} cannot be written: No such file or directory" in captured.err
-
-
-def test_what_raises_is_a_failure_of_that_one_thing() -> None:
-    def fails() -> CheckResult:
-        raise RuntimeError("Xid 79")
-
-    assert attempt("device", "rate", fails).text == "RuntimeError: Xid 79"
-
-
 def found_of(arena: Path, name: str) -> CheckResult:
     """Of the device, without what would come behind it."""
-    with closing(check_device.look_at_device(arena, 40)) as found:  # type: ignore[type-var]
+    with closing(check_device.device_checks(arena, 40)) as found:  # type: ignore[type-var]
         return next(one for one in found if one.name == name)
 
 
@@ -163,17 +120,6 @@ def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
     assert "--size" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]
 
 
-def test_an_interrupt_is_one_line(arena_root: Path) -> None:
-    command = [sys.executable, "-m", "ftckpt", "check", "--arena", str(arena_root), "--size", "1GiB"]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the suite runs in the background
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as check_:
-        assert check_.stdout is not None and check_.stdout.readline().strip()
-        check_.send_signal(signal.SIGINT)
-        _, errors = check_.communicate(timeout=60)
-    assert check_.returncode == 130 and errors.splitlines()[-1] == "ftckpt: interrupted", errors
-    assert "Traceback" not in errors and not list(arena_root.iterdir())
-
-
 def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_device: Any) -> None:
         raise RuntimeError("CUDA-capable device(s) is/are busy or unavailable")
@@ -181,5 +127,5 @@ def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
-    (found,) = check_device.look_at_device(arena_root, 4)
+    (found,) = check_device.device_checks(arena_root, 4)
     assert found.state == FAILED and "busy or unavailable" in found.text

@@ -33,7 +33,7 @@ from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
 from ftckpt.universal.language.spec import Spec
 from tests.support import elements
 from tests.support.ds_jobs import BF16, SHAPES, Shape, build, fp16, zero
-from tests.support.elements import Elements, Wholes, wholes
+from tests.support.elements import Elements, Wholes, differing, read_all, wholes
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -122,16 +122,6 @@ def saved(name: str) -> Checkpoint:
     return Checkpoint(path, [result.value[0] for result in results], results[0].value[1])
 
 
-def read_all(source: Any) -> Wholes:
-    catalog = source.catalog
-    return wholes([(f, source.read(index).tobytes()) for index, f in enumerate(catalog.fragments)])
-
-
-def differing(mine: Wholes, theirs: Wholes) -> list[str]:
-    keys = mine.keys() & theirs.keys()
-    return [k for k in sorted(keys) if mine[k][:2] != theirs[k][:2] or not np.array_equal(mine[k][2], theirs[k][2])]
-
-
 @pytest.mark.parametrize("name", by_default(SAVED, QUICK))
 def test_a_checkpoint_holds_what_the_ranks_held(name: str) -> None:
     checkpoint = saved(name)
@@ -153,16 +143,6 @@ def convert_to_deepspeed(source: Any, destination: Path) -> None:
     convert(source, DeepSpeedUniversalWriter(destination), Options(workers=2))
 
 
-@functools.cache
-def converted(name: str) -> Path:
-
-    path = _root() / f"{name}-universal"
-    source = DeepSpeedReader(saved(name).path)
-    convert_to_deepspeed(source, path)
-    source.close()
-    return path
-
-
 def load(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], list[Any]]:
     """Load a universal checkpoint with DeepSpeed's own code; what this rank then has, of tensors and of the rest."""
     job = build(shape, TINY, checkpoint={"load_universal": True})
@@ -182,25 +162,9 @@ LOADS = {
     "pp2-tp2-dp2": Shape(2, ["--pp", "2", "--tp", "1", "--tie"], BF16 | zero(1)),
     "pp2-dp2-tied": Shape(4, ["--pp", "2", "--tp", "2", "--tie"], BF16 | zero(1)),
     "zero1-fp16": Shape(3, config=fp16(19) | zero(2)),
+    "live": Shape(0),
 }
 """What is loaded into which other layout."""
-
-
-@pytest.mark.parametrize("name", by_default(LOADS, ["zero2-round-robin", "zero3-three", "pp2-tp2-dp2"]))
-def test_deepspeed_loads_what_was_converted_into_another_layout(name: str) -> None:
-    results = run_ranks(load, LOADS[name].ranks, LOADS[name], str(converted(name)), stand_in=False)
-    live = wholes([pair for rank in saved(name).live for pair in rank])
-    loaded = wholes([pair for result in results for pair in result.value[0]])
-    assert set(loaded) == set(live)
-    assert not differing(loaded, live)
-    said = DeepSpeedReader(saved(name).path).catalog.objects["deepspeed"]
-    state, optimizer = said["state"], said["optimizer"]
-    steps, skipped, samples, rate, kind, loss_scale = results[0].value[1]
-    assert [steps, skipped, samples] == [STEPS, state["skipped_steps"], state["global_samples"]]
-    assert rate == optimizer["param_groups"][0]["lr"]
-    if name == "zero1-fp16":  # overflows brought it down from where it begins
-        assert kind == "deepspeed"
-        assert loss_scale == optimizer["loss_scaler"]["cur_scale"] != 2.0**19
 
 
 class Live(Reader):
@@ -224,17 +188,26 @@ class Live(Reader):
         pass
 
 
-def test_what_ftckpt_saved_of_a_job_is_loaded_by_deepspeed(tmp_path: Path) -> None:
-    """Without a word of what is divided in which dimension: boxes tell."""
-    convert_to_deepspeed(Live("pp2-tp2-dp2"), tmp_path / "made")
-    shape = Shape(4, ["--pp", "2", "--tp", "2", "--tie"], BF16 | zero(1))
-    results = run_ranks(load, 4, shape, str(tmp_path / "made"), stand_in=False)
-    live = wholes([pair for rank in saved("pp2-tp2-dp2").live for pair in rank])
+@pytest.mark.parametrize("name", by_default(LOADS, ["zero2-round-robin", "zero3-three", "pp2-tp2-dp2", "live"]))
+def test_deepspeed_loads_what_was_converted_into_another_layout(name: str, tmp_path: Path) -> None:
+    """Of what ftckpt saved (``live``) boxes alone say how parameters are divided."""
+    name, is_live = ("pp2-tp2-dp2", True) if name == "live" else (name, False)
+    source = Live(name) if is_live else DeepSpeedReader(saved(name).path)
+    convert_to_deepspeed(source, tmp_path / "made")
+    shape = LOADS[name]
+    results = run_ranks(load, shape.ranks, shape, str(tmp_path / "made"), stand_in=False)
+    live = wholes([pair for rank in saved(name).live for pair in rank])
     loaded = wholes([pair for result in results for pair in result.value[0]])
-    assert set(loaded) == set(live) and not differing(loaded, live)
-    said = DeepSpeedReader(saved("pp2-tp2-dp2").path).catalog.objects["deepspeed"]
-    rate = said["optimizer"]["param_groups"][0]["lr"]
-    assert results[0].value[1][:4] == [STEPS, 0, said["state"]["global_samples"], rate]
+    assert set(loaded) == set(live)
+    assert not differing(loaded, live)
+    said = DeepSpeedReader(saved(name).path).catalog.objects["deepspeed"]
+    state, optimizer = said["state"], said["optimizer"]
+    steps, skipped, samples, rate, kind, loss_scale = results[0].value[1]
+    assert [steps, skipped, samples] == [STEPS, state["skipped_steps"], state["global_samples"]]
+    assert rate == optimizer["param_groups"][0]["lr"]
+    if name == "zero1-fp16":  # overflows brought it down from where it begins
+        assert kind == "deepspeed"
+        assert loss_scale == optimizer["loss_scaler"]["cur_scale"] != 2.0**19
 
 
 PARTS = {
@@ -287,22 +260,16 @@ def by_deepspeed(name: str) -> tuple[Path, Path]:
     return path, made
 
 
-@pytest.mark.parametrize(
-    "name",
-    by_default(
-        ["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2", "bf16-optimizer"],
-        ["zero1-freeze", "zero3-three", "pp2-tp2-dp2"],
-    ),
-)
-def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
-    """Element by element, with the numbers by which a loader divides a parameter."""
+@pytest.mark.parametrize("name", ["zero1-freeze", "zero3-three", "pp2-tp2-dp2"])
+def test_what_we_write_and_read_is_what_deepspeeds_converter_writes(name: str) -> None:
+    """Element by element, with the numbers by which a loader divides a parameter; from ours nothing gets lost."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # some files hold objects of DeepSpeed's, which import it
     path, theirs = by_deepspeed(name)
     ours = _root() / f"{name}-compared"
     source = DeepSpeedReader(path)
     convert_to_deepspeed(source, ours)
-    compared = 0
-    for file in sorted((ours / f"global_step{STEPS}" / "zero").glob("*/*.pt")):
+    folder, compared = ours / f"global_step{STEPS}" / "zero", 0
+    for file in sorted(folder.glob("*/*.pt")):
         other = theirs / "zero" / file.parent.name / file.name
         if file.name == "step.pt" and not other.exists():
             continue  # ZeRO 3: their loader takes the one in optimizer_state.pt
@@ -311,40 +278,21 @@ def test_what_we_write_is_what_deepspeeds_converter_writes(name: str) -> None:
             mine = mine["param"] if isinstance(mine, dict) else mine
             assert torch.equal(mine.reshape(-1), his.reshape(-1)), file
         else:
-            assert mine.keys() - his.keys() <= {"cat_dim", "weight_dtype"} and his.keys() <= mine.keys(), (
-                file,
-                his.keys(),
-            )
+            assert mine.keys() - his.keys() <= {"cat_dim", "weight_dtype"} and his.keys() <= mine.keys(), file
             assert torch.equal(mine["param"], his["param"]) and mine["param"].dtype == his["param"].dtype, file
             assert all(mine[key] == value for key, value in his.items() if key != "param"), file
         compared += 1
-    folders = {entry.name for entry in (theirs / "zero").iterdir() if entry.is_dir()}
-    assert compared > 60
-    assert {entry.name for entry in (ours / f"global_step{STEPS}" / "zero").iterdir() if entry.is_dir()} <= folders
-    assert all(
-        name.endswith("mask") for name in folders if not (ours / f"global_step{STEPS}" / "zero" / name).exists()
-    )
-
-
-@pytest.mark.parametrize(
-    "name", by_default(["zero1-three", "zero1-freeze", "zero3-three", "pp2-tp2-dp2"], ["zero3-three", "pp2-tp2-dp2"])
-)
-def test_universal_directories_are_read(name: str) -> None:
-    """Theirs and ours; from ours nothing gets lost."""
-
-    path, theirs = by_deepspeed(name)
-    source = DeepSpeedReader(path)
-    ours = _root() / f"{name}-read"
-    convert_to_deepspeed(source, ours)
+    of_theirs = {entry.name for entry in (theirs / "zero").iterdir() if entry.is_dir()}
+    of_ours = {entry.name for entry in folder.iterdir() if entry.is_dir()}
+    assert compared > 60 and of_ours <= of_theirs and all(name.endswith("mask") for name in of_theirs - of_ours)
     found = consolidated(source)
-    for made, whole in ((theirs, False), (theirs.parent, False), (ours, True)):
+    for made in (theirs, theirs.parent, ours):
         assert deepspeed_universal.recognises(made) and not deepspeed_files.recognises(made)
         back = DeepSpeedUniversalReader(made)
         again = consolidated(back)
-        assert not differing(again, found)
+        assert again.keys() <= found.keys() and not differing(again, found)
         absent = found.keys() - again.keys() - back.catalog.derived.keys()
-        assert not {key for key in absent if whole or not key.startswith("buffer/")}
-        assert again.keys() <= found.keys()
+        assert not {key for key in absent if made == ours or not key.startswith("buffer/")}
         assert back.catalog.iteration == STEPS and back.catalog.objects["precision"] == "BF16"
         assert back.catalog.padded == source.catalog.padded & again.keys()
 
@@ -386,41 +334,39 @@ def test_a_specification_says_where_parts_lie_if_the_checkpoint_does_not() -> No
 
 
 def changed(name: str, file: str, change: Any, label: str) -> Path:
-    """A copy of a checkpoint with one file changed, or removed where ``change`` gives None."""
+    """A copy of a checkpoint with one file changed."""
     path = _root() / f"{name}-{label}"
     if not path.exists():
         shutil.copytree(saved(name).path, path)
         target = path / f"global_step{STEPS}" / file
-        state = change(torch.load(target, weights_only=False, map_location="cpu"))
-        target.unlink() if state is None else torch.save(state, target)
+        torch.save(change(torch.load(target, weights_only=False, map_location="cpu")), target)
     return path
 
 
 OPTIMIZER_1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+OPTIMIZER_3 = OPTIMIZER_1.replace("rank_1_", "rank_3_")
+WITHOUT = {
+    OPTIMIZER_1: ("zero1-three", ("missing", OPTIMIZER_1)),
+    "mp_rank_01_model_states.pt": ("pp2-dp2-tied", ("missing", "mp_rank_01_model_states.pt")),
+    "layer_03-model_00-model_states.pt": ("pp2-dp2-tied", ("layer_…", "tp 0", "3.attention")),
+}
+"""File: of which checkpoint, and what is said where it is missing."""
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
-
-    path = changed("zero1-three", OPTIMIZER_1, lambda state: None, "missing")
-    with raises(ConvertError, "missing", OPTIMIZER_1):
-        DeepSpeedReader(path)
-    shutil.copytree(saved("zero1-three").path, tmp_path / "cut")
-    file = tmp_path / "cut" / f"global_step{STEPS}" / OPTIMIZER_1
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ConvertError, match=rf"{OPTIMIZER_1} (is truncated|cannot be read)"):
-        DeepSpeedReader(tmp_path / "cut")
-    shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layers")
-    (tmp_path / "layers" / f"global_step{STEPS}" / "mp_rank_01_model_states.pt").unlink()
-    with pytest.raises(ConvertError, match=r"missing: mp_rank_01_model_states\.pt"):
-        DeepSpeedReader(tmp_path / "layers")
-    shutil.copytree(saved("pp2-dp2-tied").path, tmp_path / "layer")
-    (tmp_path / "layer" / f"global_step{STEPS}" / "layer_03-model_00-model_states.pt").unlink()
-    with raises(ConvertError, "layer_…", "tp 0", "3.attention"):
-        DeepSpeedReader(tmp_path / "layer")
+    for file, (name, words) in WITHOUT.items():
+        shutil.copytree(saved(name).path, tmp_path / file)
+        (tmp_path / file / f"global_step{STEPS}" / file).unlink()
+        with raises(ConvertError, *words):
+            DeepSpeedReader(tmp_path / file)
     shutil.copytree(saved("zero1-three").path, tmp_path / "more")
     folder = tmp_path / "more" / f"global_step{STEPS}"
-    shutil.copy(folder / OPTIMIZER_1, folder / OPTIMIZER_1.replace("rank_1_", "rank_3_"))
-    with raises(ConvertError, OPTIMIZER_1.replace("rank_1_", "rank_3_"), "pp 1, tp 1, dp 3"):
+    shutil.copy(folder / OPTIMIZER_1, folder / OPTIMIZER_3)
+    with raises(ConvertError, OPTIMIZER_3, "pp 1, tp 1, dp 3"):
+        DeepSpeedReader(tmp_path / "more")
+    (folder / OPTIMIZER_3).unlink()
+    (folder / OPTIMIZER_1).write_bytes((folder / OPTIMIZER_1).read_bytes()[:-1000])
+    with pytest.raises(ConvertError, match=rf"{OPTIMIZER_1} (is truncated|cannot be read)"):
         DeepSpeedReader(tmp_path / "more")
     (tmp_path / "more" / "latest").write_text("global_step9")
     with pytest.raises(ConvertError, match="latest names 'global_step9'"):
@@ -517,12 +463,14 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
 
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
+    source = DeepSpeedReader(saved("zero1-three").path)
+    convert_to_deepspeed(source, tmp_path / "at once")
     monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
     monkeypatch.setattr(safetensors, "STRIP_BYTES", 5000)
-    convert_to_deepspeed(DeepSpeedReader(saved("zero1-three").path), tmp_path / "made")
+    convert_to_deepspeed(source, tmp_path / "made")
     streamed = 0
     for file in sorted((tmp_path / "made").rglob("*.pt")):
-        other = converted("zero1-three") / file.relative_to(tmp_path / "made")
+        other = tmp_path / "at once" / file.relative_to(tmp_path / "made")
         assert zipfile.ZipFile(file).testzip() is None
         if file.stat().st_size > 8000 and file.parent.parent.name == "zero":
             mine, wanted = torch.load(file, weights_only=True), torch.load(other, weights_only=True)

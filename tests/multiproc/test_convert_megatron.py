@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import pytest
 import torch
 
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import DTYPE_BYTES
 from ftckpt.universal.conversion import Options, convert
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron.dist_reader import MegatronDistReader
@@ -20,15 +18,12 @@ from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
 from ftckpt.universal.megatron.legacy_reader import MegatronLegacyReader
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from tests.support import jobs
-from tests.support.elements import Elements, held, wholes
-from tests.support.megatron_loading import steps_aside
-from tests.support.pool import RankFailure, run_ranks
+from tests.support.elements import Elements, Wholes, differing, held, read_all, wholes
+from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
-State = dict[str, npt.NDArray[Any]]
-"""Every consolidated tensor, as unsigned integers."""
 SEED = ("--seed", "77")
 """Another job's: nothing of the source is there by chance."""
 
@@ -100,37 +95,20 @@ def loaded(rank: int, world_size: int, argv: Sequence[str], path: str, iteration
     found = dist_checkpointing.load(sharded_state(job, metadata, is_loading=True), path)
     for index, chunk in enumerate(job.model):
         unwrap_model(chunk).load_state_dict(found["model" if len(job.model) == 1 else f"model{index}"])
-    with steps_aside():
-        job.optimizer.load_state_dict(found["optimizer"])
+    job.optimizer.load_state_dict(found["optimizer"])
     job.scheduler.load_state_dict(found["opt_param_scheduler"])
     assert found["iteration"] == iteration
     assert job.scheduler.num_steps == iteration * 8
     return pieces(state)
 
 
-def consolidated(results: Sequence[Any]) -> State:
+def consolidated(results: Sequence[Any]) -> Wholes:
     """All ranks' pieces as whole tensors; replicas must be equal, and nothing may be missing."""
-    found = wholes(piece for result in results for piece in result.value)
-    return {key: data.view(f"u{DTYPE_BYTES[dtype]}").reshape(shape) for key, (dtype, shape, data) in found.items()}
+    return wholes(piece for result in results for piece in result.value)
 
 
-def contents(path: Path) -> State:
-    """The tensors of a universal checkpoint."""
-    source = UniversalReader(path)
-    return {
-        fragment.key: source.read(index).view(f"u{fragment.item_bytes}").reshape(fragment.global_shape).copy()
-        for index, fragment in enumerate(source.catalog.fragments)
-    }
-
-
-def assert_equal(found: State, right: State) -> None:
-    """Same tensors, same bits; rows of a vocabulary that only one of them has are padding."""
-    assert set(found) == set(right)
-    for key, whole in right.items():
-        rows = min(len(whole), len(found[key]))
-        padded = "word_embeddings" in key or "output_layer" in key
-        assert padded or found[key].shape == whole.shape, key
-        assert (found[key][:rows] == whole[:rows]).all(), f"{key} differs"
+def assert_equal(found: Wholes, right: Wholes) -> None:
+    assert set(found) == set(right) and not differing(found, right)
 
 
 @pytest.mark.parametrize("name", by_default(CASES, []))
@@ -143,7 +121,7 @@ def test_megatron_to_universal_to_megatron_in_another_layout(name: str, tmp_path
     report = convert(source, UniversalWriter(tmp_path / "universal"), Options())
     assert report.tensors >= len(live)
     source.close()
-    assert_equal(contents(tmp_path / "universal"), live)
+    assert_equal(read_all(UniversalReader(tmp_path / "universal")), live)
 
     writer = MegatronDistWriter(tmp_path / "back", max_file_bytes=100_000)
     report = convert(UniversalReader(tmp_path / "universal"), writer, Options(workers=2))
@@ -152,40 +130,7 @@ def test_megatron_to_universal_to_megatron_in_another_layout(name: str, tmp_path
     assert_equal(again, live)
 
     convert(MegatronDistReader(tmp_path / "back"), UniversalWriter(tmp_path / "again"), Options())
-    assert_equal(contents(tmp_path / "again"), contents(tmp_path / "universal"))
-
-
-def loaded_weights(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[Elements]:
-    """The weights and buffers of a rank of another job once Megatron has loaded them from the checkpoint."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.utils import unwrap_model
-
-    job, state = jobs.built(*argv, *SEED)
-    wanted = sharded_state(job, dist_checkpointing.load_content_metadata(path), is_loading=True)
-    found = dist_checkpointing.load({"model": wanted["model"]}, path)
-    unwrap_model(job.model[0]).load_state_dict(found["model"])
-    return [(fragment, data) for fragment, data in pieces(state) if fragment.key.startswith(("weight/", "buffer/"))]
-
-
-MOE = ("--num-experts", "4", "--swiglu", "--router-bias")
-
-
-@pytest.mark.slow
-def test_experts_of_one_rank_among_several(tmp_path: Path) -> None:
-    """Megatron has one optimizer at EP 1 and a chain of two at more, and does not load the state of one into the
-    other, its own checkpoints no more than those that were converted: only weights and buffers go over."""
-    (tmp_path / "save").mkdir()
-    live = consolidated(run_ranks(saved, 1, MOE, str(tmp_path / "save"), "fully_reshardable"))
-    source, options = MegatronDistReader(tmp_path / "save"), Options(roles=frozenset({"weight", "buffer"}))
-    convert(source, MegatronDistWriter(tmp_path / "all"), Options())
-    convert(source, MegatronDistWriter(tmp_path / "weights"), options)
-    argv = ("--ep", "2", *MOE)
-    for path in (tmp_path / "save", tmp_path / "all" / "iter_0000002"):
-        with pytest.raises(RankFailure, match="Expected 2 entries in state dict, but got"):
-            run_ranks(loaded, 2, argv, str(path))
-    again = consolidated(run_ranks(loaded_weights, 2, argv, str(tmp_path / "weights" / "iter_0000002")))
-    assert_equal(again, {key: value for key, value in live.items() if key.startswith(("weight/", "buffer/"))})
-    assert any("expert_bias" in key for key in again) and any(".experts." in key for key in again)
+    assert_equal(read_all(UniversalReader(tmp_path / "again")), read_all(UniversalReader(tmp_path / "universal")))
 
 
 @pytest.mark.slow
@@ -197,7 +142,9 @@ def test_optimizer_state_of_one_layout_is_refused_with_the_flag_to_save_otherwis
     convert(
         MegatronDistReader(tmp_path / "save", roles={"weight"}), UniversalWriter(tmp_path / "universal"), Options()
     )
-    assert_equal(contents(tmp_path / "universal"), {k: v for k, v in live.items() if k.startswith("weight/")})
+    assert_equal(
+        read_all(UniversalReader(tmp_path / "universal")), {k: v for k, v in live.items() if k.startswith("weight/")}
+    )
 
 
 def saved_legacy(rank: int, world_size: int, argv: Sequence[str], path: str) -> list[Elements]:
@@ -272,7 +219,7 @@ def test_legacy_checkpoints_are_read_with_a_specification(name: str, tmp_path: P
     live = consolidated(run_ranks(saved_legacy, world_size, argv, str(tmp_path)))
     source = MegatronLegacyReader(tmp_path, Spec.load(spec))
     convert(source, UniversalWriter(tmp_path / "universal"), Options())
-    assert_equal(contents(tmp_path / "universal"), live)
+    assert_equal(read_all(UniversalReader(tmp_path / "universal")), live)
     assert source.catalog.layout["tp"] == (2 if "--tp" in argv else 1)
     (next(tmp_path.glob("iter_*/mp_rank_*")) / "model_optim_rng.pt").unlink()
     with pytest.raises(ConvertError, match=r"(is|are) missing|has no mp_rank"):

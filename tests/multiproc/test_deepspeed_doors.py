@@ -17,6 +17,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, MismatchError, UnsupportedError
 from tests.support import jobs, plain
 from tests.support.ds_jobs import SMALL
+from tests.support.errors import message_of
 from tests.support.event_logs import logged
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -104,7 +105,7 @@ def drawn(rank: int, world_size: int, arena: str, until: int, how: str) -> list[
 @pytest.mark.parametrize(
     ("how", "stop"),
     by_default(
-        [("", 3), ("", 10), ("", 13), ("peek", 10), ("peek", 13), ("pause", 13), ("workers", 13)],
+        [("", 3), ("", 10), ("", 13), ("peek", 10), ("pause", 13), ("workers", 13)],
         [("", 13), ("peek", 10), ("workers", 13)],
     ),
 )
@@ -115,20 +116,6 @@ def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(how: str, s
     assert [a + b for a, b in zip(first, second, strict=True)] == unbroken
     epochs = [sorted(index for _, ids, _, _ in unbroken[0][at : at + 10] for index in ids) for at in (0, 10)]
     assert epochs == [[float(i) for i in range(SAMPLES)]] * 2
-
-
-def followed_loader(rank: int, world_size: int, arena: str) -> list[bool]:
-    import ftckpt.deepspeed
-
-    plain = type(initialize(data=Samples()).training_dataloader)
-    loader = initialize(section(arena), Samples()).training_dataloader
-    seen = [type(loader) is not plain, isinstance(loader, plain)]
-    ftckpt.deepspeed.remove()
-    return [*seen, type(loader) is plain]
-
-
-def test_remove_gives_the_loader_its_class_back(arena_root: Path) -> None:
-    assert results(followed_loader, 1, str(arena_root)) == [[True, True, True]]
 
 
 def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0) -> str:
@@ -165,40 +152,6 @@ def test_items_that_were_drawn_from_a_scripts_iterator_are_skipped(arena_root: P
     assert results(positions, 1, str(arena_root), 7) == ["6.0"]
     text = results(positions, 1, str(arena_root), 5)[0]
     assert "ends after 5 of the 6 items" in text and "ftckpt.deepspeed.register" in text
-
-
-def restored_rng(rank: int, world_size: int, arena: str) -> list[bool]:
-    """Whether RNG is untouched by initialize, and what it is at the first batch."""
-    import ftckpt.deepspeed
-
-    engine = initialize(section(arena))
-    for _ in range(2):
-        train_step(engine)
-    at_boundary = torch.get_rng_state()
-    checkpointer: Any = ftckpt.deepspeed.active()
-    checkpointer.fence()
-    ftckpt.deepspeed.remove()
-    from ftckpt.deepspeed import initialize as door
-
-    door.install()
-    plain = initialize()
-    untouched = torch.get_rng_state()
-    engine = initialize(section(arena))
-    found = [engine.global_steps == 2, torch.equal(torch.get_rng_state(), untouched)]
-    engine.eval()
-    engine(torch.ones(2, WIDTH))
-    found.append(torch.equal(torch.get_rng_state(), untouched))
-    engine.train()
-    seen = []
-    engine.module.register_forward_pre_hook(lambda *args: seen.append(torch.get_rng_state()))
-    train_step(engine)
-    train_step(engine)
-    del plain
-    return [*found, torch.equal(seen[0], at_boundary), not torch.equal(seen[1], at_boundary)]
-
-
-def test_rng_is_set_right_before_the_first_batch_and_not_by_initialize(arena_root: Path) -> None:
-    assert results(restored_rng, 2, str(arena_root)) == [[True] * 5] * 2
 
 
 def ended(rank: int, world_size: int, arena: str, how: str) -> None:
@@ -240,88 +193,35 @@ def test_without_a_good_end_snapshots_stay(how: str, arena_root: Path) -> None:
 
 
 def refused(rank: int, world_size: int, arena: str) -> list[str]:
-    """What wrong starts say, then that a right one works."""
+    """What wrong starts say, and right ones before, between and after them."""
     import deepspeed
 
     import ftckpt.deepspeed
 
-    def message(**arguments: Any) -> str:
-        try:
-            initialize(**arguments)
-        except FtckptError as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
+    def message(ftckpt_section: Any = None) -> str:
+        return message_of(lambda: initialize(ftckpt_section), FtckptError)
 
-    found = [
-        message(ftckpt_section=["enabled"]),
-        message(ftckpt_section=section(arena, intervall=2)),
-        message(ftckpt_section=section(arena, interval=0)),
-        message(ftckpt_section={"enabled": False}),
-    ]
+    wrong = (["enabled"], section(arena, intervall=2), section(arena, interval=0))
+    found = [message(given) for given in (*wrong, {"enabled": False})]
     version, deepspeed.__version__ = deepspeed.__version__, "9.9.9"
-    found.append(message(ftckpt_section=section(arena, versions="tested")))
-    found.append(message())
+    found += [message(section(arena, versions="tested")), message()]
     deepspeed.__version__ = version
     ftckpt.deepspeed.configure({"interval": 3})
-    found.append(message(ftckpt_section=section(arena, interval=2)))
+    found.append(message(section(arena, interval=2)))
     ftckpt.deepspeed.configure({})
-    found.append(message(ftckpt_section=section(arena)))
-    found.append(message(ftckpt_section=section(arena)))
+    found += [message(section(arena)), message(section(arena))]
     ftckpt.deepspeed.close()
-    found.append(message(ftckpt_section=section(arena)))
-    return found
+    return [*found, message(section(arena))]
 
 
 def test_wrong_starts_are_refused_on_all_ranks_in_one_line(arena_root: Path) -> None:
     for found in results(refused, 2, str(arena_root)):
         kind, unknown, small, off, version, plain, differ, right, second, again = found
-        assert kind == "ConfigError: settings of ftckpt: expected a mapping, got list"
-        assert unknown == "ConfigError: unknown setting 'intervall' of ftckpt; did you mean interval?"
-        assert small == 'ConfigError: "interval": 0 is too small; the least is 1'
-        assert version.startswith("UnsupportedError: ") and "DeepSpeed 9.9.9 was not tested" in version
-        assert "0.19.8" in version
-        assert differ.startswith('ConfigError: "interval": 3 for the runner but 2 in the DeepSpeed configuration')
-        assert second.startswith("ConfigError: ftckpt saves one engine")
-        assert (off, plain, right, again) == ("accepted",) * 4
+        assert "got list" in kind and "'intervall'" in unknown and '"interval": 0' in small
+        assert "DeepSpeed 9.9.9 was not tested" in version and "0.19.8" in version
+        assert '"interval": 3' in differ and "2 in the DeepSpeed configuration" in differ
+        assert "saves one engine" in second and (off, plain, right, again) == ("",) * 4
         assert not [text for text in found if "\n" in text]
-
-
-def several(rank: int, world_size: int, arena: str) -> dict[str, str]:
-    """What a second engine comes to, and each remedy that its refusal names."""
-    import ftckpt.deepspeed
-
-    on, off = section(arena), {"enabled": False}
-    reference = {"optimizer": {}, "zero_optimization": {"stage": 0}}
-
-    def message(*sections: Any, closes: bool = False, **second: Any) -> str:
-        engines: list[Any] = []
-        try:
-            for number, one in enumerate(sections):
-                if closes and engines:
-                    ftckpt.deepspeed.close()
-                engines.append(initialize(one, **(second if number else {})))
-            for _ in range(2):
-                for engine in engines:
-                    if engine.optimizer is not None and not closes:
-                        train_step(engine)
-        except ConfigError as error:
-            return str(error)
-        finally:
-            ftckpt.deepspeed.close()
-        return "accepted"
-
-    return {
-        "both": message(on, on), "alone": message(on, None), "later": message(None, on),
-        "off": message(on, off), "off first": message(off, on), "closed": message(on, None, closes=True),
-        "reference": message(on, None, **reference),
-    }  # fmt: skip
-
-
-def test_a_second_engine_is_refused_and_each_remedy_is_accepted(arena_root: Path) -> None:
-    (found,) = results(several, 1, str(arena_root))
-    refused_ones = {name for name, said in found.items() if said.startswith("ftckpt saves one engine")}
-    assert refused_ones == {"both", "alone", "later"}
-    assert {said for name, said in found.items() if name not in refused_ones} == {"accepted"}
 
 
 def draws_first(rank: int, world_size: int, arena: str, until: int, begins: bool) -> dict[str, Any]:
@@ -421,6 +321,8 @@ def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
             ftckpt.deepspeed.attach(engine, {}, config)
         with pytest.raises(ConfigError, match="too late"):
             ftckpt.deepspeed.register("late", Counter())
+        with pytest.raises(UnsupportedError, match="compile"):
+            engine.compile()
         for _ in range(2):
             counter.count, registered.count = counter.count + 1, registered.count + 10
             train_step(engine)
@@ -432,22 +334,8 @@ def test_an_engine_is_attached_by_hand_with_objects(arena_root: Path) -> None:
     assert results(by_hand, 2, str(arena_root)) == [[(0, 0, 0), (2, 2, 20)]] * 2
 
 
-def compiled(rank: int, world_size: int, arena: str) -> str:
-    import ftckpt.deepspeed  # noqa: F401 - the door
-
-    engine = initialize(section(arena))
-    with pytest.raises(UnsupportedError) as raised:
-        engine.compile()
-    return str(raised.value)
-
-
-def test_compiling_later_is_refused(arena_root: Path) -> None:
-    assert results(compiled, 1, str(arena_root)) == ["engine.compile() is not supported by ftckpt; do not call it"]
-
-
-def loaded_in_training(rank: int, world_size: int, arena: str, folder: str, dies: bool) -> list[int]:
-    """A script goes back to what it saved, trains on, and perhaps dies before it has come as far as before."""
-    import ftckpt.deepspeed
+def loaded_in_training(rank: int, world_size: int, arena: str, folder: str) -> None:
+    """A script goes back to what it saved, trains on, and dies before it has come as far as before."""
 
     engine = initialize(section(arena, events=f"{folder}/events", schedule="sync"))
     for _ in range(2):
@@ -456,15 +344,11 @@ def loaded_in_training(rank: int, world_size: int, arena: str, folder: str, dies
     for _ in range(3):
         train_step(engine)
     engine.load_checkpoint(f"{folder}/saved")
-    steps = [engine.global_steps]
+    assert engine.global_steps == 2
     for _ in range(2):
         train_step(engine)
-        steps.append(engine.global_steps)
-    assert ftckpt.deepspeed.active() is not None
-    if dies:
-        plain.die()
-    engine.destroy()
-    return steps
+    assert engine.global_steps == 4
+    plain.die()
 
 
 def started_again(rank: int, world_size: int, arena: str, storage: str = "") -> int:
@@ -474,17 +358,12 @@ def started_again(rank: int, world_size: int, arena: str, storage: str = "") -> 
     return int(engine.global_steps)
 
 
-def test_a_load_in_training_is_honoured_and_snapshots_begin_anew(arena_root: Path, tmp_path: Path) -> None:
-    assert results(loaded_in_training, 2, str(arena_root), str(tmp_path), False) == [[2, 3, 4]] * 2
-    told = {"events": tmp_path / "events"}
-    assert not jobs.events(told, "turned_off") and not jobs.events(told, "snapshot_error")
-    assert list(arena_root.iterdir()) == []
-
-
 def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path) -> None:
     """Iteration 5 was whole in memory, and undone by the load: the restart goes on from 4."""
-    args = (loaded_in_training, 2, str(arena_root), str(tmp_path), True)
+    args = (loaded_in_training, 2, str(arena_root), str(tmp_path))
     assert [r.exitcode for r in run_ranks(*args, stand_in=False, expect_failures=True)] == [-9, -9]
+    told = {"events": tmp_path / "events"}
+    assert not jobs.events(told, "turned_off") and not jobs.events(told, "snapshot_error")
     assert results(started_again, 2, str(arena_root)) == [4, 4]
 
 

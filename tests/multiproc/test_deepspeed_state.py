@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ftckpt.capture.assignment import as_bytes, assign, content_hashes, rule_holds
+from ftckpt.capture.assignment import assign
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
 from ftckpt.frameworks import entry
 from ftckpt.model.objects import decode, encode
 from ftckpt.model.replicas import WHOLE_SHARE
-from tests.support import ds_jobs
+from tests.support import ds_jobs, jobs
 from tests.support.ds_jobs import BF16, SHAPES, Shape, fp16, zero
 from tests.support.elements import Elements, held, wholes
 from tests.support.errors import message_of
@@ -41,7 +40,8 @@ MORE = {
     "zero2-round-robin": Shape(2, config=BF16 | zero(2, round_robin_gradients=True)),
     "zero2-own-steps": Shape(2, config=BF16 | zero(2) | {"managed_gradient_accumulation": False}),
     "zero3-fp16": Shape(2, config=fp16(19) | zero(3)),
-    "zero3-sub-groups": Shape(3, config=BF16 | zero(3, sub_group_size=500)),
+    # Three leave padding in the shards, whose bytes mean nothing.
+    "zero3-sub-groups": Shape(4, config=BF16 | zero(3, sub_group_size=500)),
     "zero3-offload": Shape(2, config=BF16 | zero(3, offload_optimizer=CPU, offload_param=CPU)),
     "pp2-dp2-fp32-accumulation": Shape(4, ["--pp", "2", "--tie"], BF16 | zero(1) | FP32_ACCUMULATION),
     "moe-ep2-zero1": Shape(4, ["--num-experts", "4", "--ep", "2"], zero(1)),
@@ -59,28 +59,6 @@ QUICK = (
     "moe-ep2-zero2",
 )
 """At least one of each kind of optimizer, partition and axis."""
-BEFORE, AFTER = 3, 2
-"""Iterations before the boundary that is saved, and after it."""
-
-
-@dataclass(frozen=True)
-class Life:
-    """One rank's training without a break, and what it saved in the middle.
-
-    ``first`` are the stepped pieces before training; ``pieces`` those at the boundary, with bytes, or None where
-    they are derived; ``told`` is what DeepSpeed itself says of parameters then. ``changed`` names pieces that were
-    not the same right before a step as at the boundary before.
-    """
-
-    first: list[Elements]
-    built: dict[str, np.ndarray[Any, Any]]
-    at_boundary: list[Elements]
-    told: list[tuple[str, Any, np.ndarray[Any, Any]]]
-    changed: list[str]
-    pieces: list[tuple[str, bytes | None]]
-    objects: bytes
-    rows: list[dict[str, Any]]
-    end: dict[str, str]
 
 
 def build(shape: Shape) -> tuple[Any, Any]:
@@ -97,21 +75,10 @@ def steps(job: Any, number: int) -> list[dict[str, Any]]:
     return [train_deepspeed.train_step(job) for _ in range(number)]
 
 
-def live(rank: int, world_size: int, shape: Shape) -> Life:
+def first(rank: int, world_size: int, shape: Shape) -> tuple[list[Elements], dict[str, np.ndarray[Any, Any]]]:
+    """The stepped pieces before training, and what the model is as it is built."""
     job, state = build(shape)
-    described = state.describe()
-    first = held(described.stepped)
-    built = as_built(job) if rank == 0 else {}
-    changed = watch(job, described.stepped)
-    rows = steps(job, BEFORE)
-    pieces: list[tuple[str, bytes | None]] = []
-    for piece in (*described.stepped, *described.volatile):
-        data = None if rule_holds(piece) else as_bytes(piece.tensor).numpy().tobytes()
-        pieces.append((piece.fragment.name, data))
-    objects = encode(state.save_objects())
-    at_boundary, told = held(described.stepped), told_by_deepspeed(job)
-    rows += steps(job, AFTER)
-    return Life(first, built, at_boundary, told, changed, pieces, objects, rows, end_of(job, described))
+    return held(state.describe().stepped), as_built(job) if rank == 0 else {}
 
 
 def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -134,81 +101,6 @@ def as_built(job: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {name: weight.detach().to(dtype).double().numpy() for name, weight in weights.items()}
 
 
-def told_by_deepspeed(job: Any) -> list[tuple[str, Any, np.ndarray[Any, Any]]]:
-    """Each parameter's master and first moment as DeepSpeed gathers them: key with role, box, elements."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    from ftckpt.deepspeed.geometry import place_parameters
-
-    found: list[tuple[str, Any, np.ndarray[Any, Any]]] = []
-    if not job.engine.zero_optimization_stage() or job.engine.optimizer_name() == "adagrad":
-        return found
-    for parameter, (placed,) in place_parameters(job.engine).items():
-        if not parameter.requires_grad:
-            continue
-        values = {"master": safe_get_full_fp32_param(parameter)}
-        if job.engine.skipped_steps < job.engine.global_steps:  # DeepSpeed knows of moments after a step
-            values["exp_avg"] = safe_get_full_optimizer_state(parameter, "exp_avg")
-        for role, value in values.items():
-            found.append((f"{role}/{placed.key}", placed.box, value.detach().double().numpy().reshape(-1).copy()))
-    return found
-
-
-def watch(job: Any, pieces: Any) -> list[str]:
-    """Will name pieces that are changed between the end of one optimizer step and the beginning of the next."""
-    from ftckpt.deepspeed import optimizers
-
-    def hashes() -> list[int]:
-        return content_hashes([as_bytes(piece.tensor) for piece in pieces])
-
-    changed: list[str] = []
-    before = hashes()
-    is_between = [True]
-
-    def at_the_fence(*_args: Any) -> None:
-        if is_between[0]:  # a step of DeepSpeed's can be several of the inner optimizer
-            changed.extend(p.fragment.name for p, a, b in zip(pieces, before, hashes(), strict=True) if a != b)
-        is_between[0] = False
-
-    optimizers.inner(job.engine.optimizer).register_step_pre_hook(at_the_fence)
-    take_step = job.engine._take_model_step
-
-    def step(*args: Any, **kwargs: Any) -> None:
-        take_step(*args, **kwargs)
-        before[:] = hashes()
-        is_between[0] = True
-
-    job.engine._take_model_step = step
-    return changed
-
-
-def end_of(job: Any, described: Any) -> dict[str, str]:
-    """Hashes of all that a rank has: pieces, the weights that it computes with, RNG, counters, learning rates."""
-    import train_deepspeed
-
-    from ftckpt.deepspeed import optimizers
-
-    engine = job.engine
-    tensors = {piece.fragment.name: piece.tensor for piece in (*described.stepped, *described.volatile)}
-    for name, parameter in engine.module.named_parameters():
-        if not hasattr(parameter, "ds_tensor") or parameter.ds_persist:
-            tensors[f"model.{name}"] = parameter
-    found = {name: train_deepspeed.sha256(tensor) for name, tensor in tensors.items()}
-    found["rng"] = train_deepspeed.sha256(torch.get_rng_state())
-    groups = optimizers.inner(engine.optimizer).param_groups
-    found["groups"] = repr([{k: v for k, v in group.items() if k != "params"} for group in groups])
-    found["counters"] = repr((engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps))
-    found["scheduler"] = repr(engine.lr_scheduler and engine.lr_scheduler.state_dict())
-    return found
-
-
-@functools.cache
-def lives(name: str) -> list[Life]:
-    """One per rank."""
-    shape = ALL[name]
-    return [result.value for result in run_ranks(live, shape.ranks, shape, stand_in=False)]
-
-
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -221,16 +113,11 @@ def together(found: list[list[Elements]]) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def slices(box: Any) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(box.offset, box.shape, strict=True))
-
-
 @pytest.mark.parametrize("name", by_default(ALL, QUICK))
 def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
     """Element by element what a single process builds, under the same names for every layout."""
-    found = lives(name)
-    tensors = together([life.first for life in found])
-    built = found[0].built
+    found = [result.value for result in run_ranks(first, ALL[name].ranks, ALL[name], stand_in=False)]
+    tensors, built = together([pieces for pieces, _ in found]), found[0][1]
     assert {key for key in tensors if key.startswith("weight/")} == {f"weight/{key}" for key in built}
     for key, weight in built.items():
         assert np.array_equal(tensors[f"weight/{key}"], weight), key
@@ -247,106 +134,9 @@ def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
         assert {"exp_avg", "exp_avg_sq", "step"} <= roles
 
 
-@pytest.mark.parametrize("name", by_default(ALL, QUICK))
-def test_fragments_are_what_deepspeed_says_after_training(name: str) -> None:
-    found = lives(name)
-    tensors = together([life.at_boundary for life in found])
-    told = [entry for life in found for entry in life.told]
-    assert bool(told) == bool(ALL[name].config.get("zero_optimization") and "adagrad" not in name)
-    if "round-robin" in name:
-        return  # DeepSpeed's own mapping does not know the order of parameters then
-    for key, box, values in told:
-        tensor = tensors[key] if key in tensors else tensors[key.replace("master/", "weight/")]
-        assert np.array_equal(tensor[slices(box)].reshape(-1), values), key
-
-
-@pytest.mark.parametrize("name", by_default(ALL, QUICK))
-def test_no_stepped_byte_changes_between_boundary_and_step(name: str) -> None:
-    for life in lives(name):
-        assert life.changed == []
-
-
-def resume(rank: int, world_size: int, shape: Shape, saved: list[tuple[Any, bytes]], dirty: bool) -> Any:
-    """Bring a new job to what was saved and train on. ``dirty``: it has trained on something else before."""
-    job, state = build(shape)
-    described = state.describe()
-    if dirty:
-        job.data.consumed_samples = 500
-        steps(job, 1)
-    spoil(job, described)
-    data_of = dict(saved[rank][0])
-    for piece in (*described.stepped, *described.volatile):
-        data = data_of[piece.fragment.name]
-        if data is not None:
-            piece.tensor.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    for piece in described.stepped:
-        if data_of[piece.fragment.name] is None:
-            assert piece.derived_from is not None
-            piece.tensor.copy_(piece.derived_from)
-    state.load_objects(decode(saved[rank][1]))
-    state.finish_load()
-    torch.rand(rank + 1)  # making a loader's iterator draws a number
-    state.set_rng()
-    rows = steps(job, AFTER)
-    state.save_objects()  # nothing was replaced
-    return rows, end_of(job, described)
-
-
-def spoil(job: Any, described: Any) -> None:
-    """Whatever is not loaded or gathered shows."""
-    with torch.no_grad():
-        for parameter in job.engine.module.parameters():
-            parameter.fill_(float("nan"))
-        for piece in described.stepped:
-            piece.tensor.fill_(float("nan"))
-
-
-TRAINED = ("zero1-fp16", "zero3", "pp2-dp2", "fp16")
-
-
-@pytest.mark.parametrize(
-    ("name", "dirty"),
-    by_default(
-        [(name, False) for name in ALL] + [(name, True) for name in TRAINED],
-        [*((name, False) for name in QUICK), ("zero1-fp16", True)],
-    ),
-)
-def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, dirty: bool) -> None:
-    found, shape = lives(name), ALL[name]
-    saved = [(life.pieces, life.objects) for life in found]
-    results = run_ranks(resume, shape.ranks, shape, saved, dirty, stand_in=False)
-    for life, result in zip(found, results, strict=True):
-        rows, end = result.value
-        assert rows == life.rows[BEFORE:]
-        assert all(np.isfinite(row["loss"]) for row in rows)
-        wrong = [key for key, value in life.end.items() if end[key] != value]
-        assert not wrong, wrong[:5]
-
-
-def plain(rank: int, world_size: int, shape: Shape) -> list[dict[str, Any]]:
-    """The same training, of which nobody has described the state."""
-    return steps(build(shape)[0], BEFORE + AFTER)
-
-
-@pytest.mark.parametrize(
-    "name",
-    by_default(
-        ["fp32", "fp32-sgd", "zero1", "zero2-offload", "zero3-sub-groups", "bf16-optimizer"],
-        ["fp32-sgd", "zero3-sub-groups"],
-    ),
-)
-def test_state_made_ahead_of_the_first_step_is_what_that_step_makes(name: str) -> None:
-    shape = ALL[name]
-    for life, result in zip(lives(name), run_ranks(plain, shape.ranks, shape, stand_in=False), strict=True):
-        assert life.rows == result.value
-
-
-def test_steps_are_skipped_where_the_loss_scale_overflows() -> None:
-    """Else the tests above would say nothing of a scaler's state."""
-    for name in ("fp16", "pp2-fp16", "zero1-fp16", "zero3-fp16"):
-        rows = lives(name)[0].rows
-        assert len({row["loss_scale"] for row in rows}) > 1, name
-        assert (rows[-1]["skipped"] > 0) == ("zero" in name)
+@pytest.mark.parametrize("name", by_default(ALL, [name for name in QUICK if "pp2" not in name]))
+def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, settings: dict[str, Any]) -> None:
+    assert jobs.goes_on(ds_jobs.outcomes, ds_jobs.Run(ALL[name], 5, settings), 3) in (2, 3)
 
 
 def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
@@ -371,37 +161,19 @@ def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
     }
 
 
-UNTIED = {
-    "fp32": Shape(2),
-    "bf16-optimizer": SHAPES["bf16-optimizer"],
-    "zero2": Shape(3, config=BF16 | zero(2)),
-    "zero3": SHAPES["zero3"],
-    "pp2-tp2-dp2": Shape(8, ["--pp", "2", "--tp", "2"], BF16 | zero(1)),
-    "moe-ep2-zero2": SHAPES["moe-ep2-zero2"],
-}
-"""A tied weight is cut at different elements on its two stages, so both copy it."""
-
-
-@pytest.mark.parametrize("name", by_default(UNTIED, ["zero2", "pp2-tp2-dp2"]))
-def test_every_byte_is_copied_by_one_rank_and_derived_weights_by_none(name: str) -> None:
-    shape = UNTIED[name]
+def test_every_byte_is_copied_by_one_rank_and_derived_weights_by_none() -> None:
+    shape = Shape(8, ["--pp", "2", "--tp", "2"], BF16 | zero(1))
     results = [result.value for result in run_ranks(captured, shape.ranks, shape, stand_in=False)]
     wholes = {whole for value in results for whole in value["wholes"]}
     derived = {key for value in results for key in value["derived"]}
     for value in results:
         assert value["overlap"] == [] and not value["differing"]
-    if shape.config:
-        assert derived == {key for key, _, _ in wholes if key.startswith("weight/")}
+        assert value["place"][1] == {"tp": 2, "pp": 2, "dp": 2, "ep": "1", "zero": 1}
+    assert len({value["place"][0] for value in results}) == 8
+    assert derived == {key for key, _, _ in wholes if key.startswith("weight/")}
     due = sum(np.prod(size, dtype=int) * item_bytes for key, size, item_bytes in wholes if key not in derived)
     # What is next to nothing is copied by each of its holders.
     assert due <= sum(value["copied"] for value in results) <= due + due // WHOLE_SHARE
-
-
-def test_ranks_have_places_and_the_layout_has_sizes() -> None:
-    shape = UNTIED["pp2-tp2-dp2"]
-    places = [result.value["place"] for result in run_ranks(captured, 8, shape, stand_in=False)]
-    assert len({shard for shard, _ in places}) == 8
-    assert all(layout == {"tp": 2, "pp": 2, "dp": 2, "ep": "1", "zero": 1} for _, layout in places)
 
 
 OFFLOAD = "zero_optimization.offload_optimizer"
@@ -528,23 +300,14 @@ def test_replaced_tensors_are_noticed_before_dead_memory_is_copied(what: str) ->
         assert "replaced after training began" in result.value
 
 
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.937, 0.99]}}}
 COMPILED = {
-    "fp16-fused": Shape(2, config=fp16(19) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}),
-    "zero1-fused": Shape(2, config=BF16 | zero(1) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}),
-    "zero3-fused": Shape(
-        2, config=BF16 | zero(3, sub_group_size=500) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    ),
-    "zero2-cpu-adam": Shape(
-        2,
-        config=BF16
-        | zero(2, offload_optimizer=CPU)
-        | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.937, 0.99]}}},
-    ),
+    "fp16-fused": Shape(2, config=fp16(19) | ADAMW),
+    "zero1-fused": Shape(2, config=BF16 | zero(1) | ADAMW),
+    "zero3-fused": Shape(2, config=BF16 | zero(3, sub_group_size=500) | ADAMW),
+    "zero2-cpu-adam": Shape(2, config=BF16 | zero(2, offload_optimizer=CPU) | ADAMW),
     "zero3-cpu-adam": Shape(
-        2,
-        config=BF16
-        | zero(3, offload_optimizer=CPU, offload_param=CPU, sub_group_size=500)
-        | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        2, config=BF16 | zero(3, offload_optimizer=CPU, offload_param=CPU, sub_group_size=500) | ADAMW
     ),
 }
 """Optimizers that DeepSpeed compiles when they are first used, which takes minutes."""
@@ -553,16 +316,9 @@ COMPILED = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_optimizers_go_on_to_the_bit(name: str) -> None:
-    shape = COMPILED[name]
-    options: dict[str, Any] = {"stand_in": False, "timeout_secs": 600.0, "pg_timeout_secs": 600.0}
-    whole = [result.value for result in run_ranks(live, shape.ranks, shape, **options)]
-    saved = [(life.pieces, life.objects) for life in whole]
-    together([life.at_boundary for life in whole])
-    for life, made in zip(whole, run_ranks(plain, shape.ranks, shape, **options), strict=True):
-        assert life.rows == made.value and life.changed == []
-    for life, result in zip(whole, run_ranks(resume, shape.ranks, shape, saved, False, **options), strict=True):
-        assert result.value == (life.rows[BEFORE:], life.end)
+def test_compiled_optimizers_go_on_to_the_bit(name: str, settings: dict[str, Any]) -> None:
+    outcomes = functools.partial(ds_jobs.outcomes, timeout_secs=600.0)
+    assert jobs.goes_on(outcomes, ds_jobs.Run(COMPILED[name], 5, settings), 3) in (2, 3)
 
 
 def small_state(rank: int, world_size: int, shape: Shape) -> None:

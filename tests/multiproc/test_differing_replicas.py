@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,11 @@ DIFFERING_AT = 8
 KEY = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
 
 
+def described() -> Any:
+    """The optimizer-updated pieces of this rank's job."""
+    return sys.modules["ftckpt.megatron"].door.state.describe().stepped
+
+
 def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) -> jobs.Outcome:
     """One element of rank 1 goes wrong right before the proof that comes with snapshot ``DIFFERING_AT``."""
     prove, calls = Shard.prove, [0]
@@ -38,7 +44,7 @@ def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) ->
         calls[0] += 1
         if calls[0] == 4:  # with snapshots 1, 2, 4 and 8
             if rank == 1:
-                pieces = self._described.stepped
+                pieces = described()
                 next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
             if no_room:
                 ledger.check_budget = full  # type: ignore[assignment]
@@ -83,6 +89,8 @@ def test_what_differs_is_told_where_there_is_no_room_for_new_arenas(
     assert len(jobs.events(settings, "replicas_differ")) == 3
     ended = ["SilentCorruptionError" in str(result.error) for result in results]
     assert ended == [on_corruption == "abort"] * 3
+    off = {event["rank"] for event in jobs.events(settings, "turned_off")}
+    assert on_corruption == "abort" or off == {0, 1, 2}, "the whole snapshot stays"
 
 
 def full(path: Path, need_bytes: int) -> None:
@@ -128,17 +136,6 @@ def test_the_only_slot_is_written_again_while_no_snapshot_in_it_is_whole(
     assert not list(arena_root.iterdir())
 
 
-@pytest.mark.slow
-def test_without_room_for_what_differs_ftckpt_turns_off_and_the_whole_snapshot_stays(
-    settings: dict[str, Any],
-) -> None:
-    run = jobs.Run(ARGV, until=12, settings=settings, end="die")
-    results = run_ranks(spoiled, RANKS, run, True, expect_failures=True, grace_secs=3.0)
-    assert all(map(jobs.killed, results)), "training did not go on to its end"
-    assert {event["rank"] for event in jobs.events(settings, "turned_off")} == set(range(RANKS))
-    assert resumed_at(settings) == DIFFERING_AT - 1
-
-
 DRIFTS_AT = 20
 
 
@@ -150,7 +147,7 @@ def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sam
 
     def spoil(self: SnapshotDriver, decision: Any, *rest: Any) -> int:
         if rank == 1 and decision.snapshot.iteration == at:
-            pieces = self._shard._described.stepped
+            pieces = described()
             next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
         return take(self, decision, *rest)
 
@@ -185,15 +182,6 @@ def test_a_drift_that_a_proof_finds_before_a_sample_is_not_restored(settings: di
     assert [(one["after"], one["until"]) for one in told] == [(4, DIFFERING_AT - 1)] * RANKS
     refused = jobs.broken(RANKS, jobs.Run(ARGV, until=DIFFERING_AT, settings=settings))
     assert all("LostError: only doubtful" in str(result.error) for result in refused)
-
-
-@pytest.mark.slow
-def test_a_drift_is_proven_and_each_holder_copies_its_own_from_then_on(settings: dict[str, Any]) -> None:
-    run_ranks(drifting, RANKS, jobs.Run(ARGV, until=DRIFTS_AT + 12, settings=settings))
-    assert plans(settings) == [2] * RANKS
-    assert {one["fragments"][0].partition("|")[0] for one in jobs.events(settings, "replicas_differ")}
-    taken = sorted({one["iteration"] for one in jobs.events(settings, "snapshot")} - set(range(DRIFTS_AT + 1)))
-    assert taken == list(range(DRIFTS_AT + 8, DRIFTS_AT + 13))
 
 
 @pytest.mark.slow

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,121 +15,19 @@ import torch
 
 import ftckpt
 import ftckpt.torch
-from ftckpt import forks
 from ftckpt.capture import copier
 from ftckpt.group import Group
 from ftckpt.memory import end_notes
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.launch_record import launcher_run
-from ftckpt.torch.hooks import follow
-from ftckpt.torch.state import PlainState
-from tests.support import ds_jobs, jobs
 from tests.support.constants import configured
 from tests.support.pool import run_ranks
-from tests.support.recorder import Recorder
+from tests.support.processes import in_child
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 
-ROUNDS = 16
-
-
-class Trainer(Recorder):
-    """What a process trains with."""
-
-    is_off = False
-
-    def off(self) -> None:
-        self.is_off = True
-
-
-def in_child(action: Callable[[], bool]) -> bool:
-    """Whether ``action`` returns True in a fork of this process."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # it ends, whatever it waits for
-        code = 2
-        try:
-            code = 0 if action() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def steps_of(trainer: Trainer, step: Callable[[], object]) -> tuple[list[str], bool]:
-    """What ``step`` tells here, and whether in a child it tells nothing."""
-    forks.trains(trainer.off)
-
-    def tells_nothing() -> bool:
-        before = list(trainer.log)
-        step()
-        return trainer.log == before and trainer.is_off and forks.is_child
-
-    step()
-    is_silent = in_child(tells_nothing)
-    told = list(trainer.log)
-    step()
-    assert trainer.log == told * 2 and not trainer.is_off and not forks.is_child, "the parent trains on"
-    return told, is_silent
-
-
-def plain_hooks(rank: int, world_size: int) -> Any:
-    trainer, model = Trainer(), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    follow(ftckpt.torch.patches, trainer, model, optimizer, PlainState(model, optimizer, None, {}))  # type: ignore[arg-type]
-
-    def step() -> None:
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-
-    return steps_of(trainer, step)
-
-
-def megatron_hooks(rank: int, world_size: int) -> Any:
-    import train_gpt
-
-    from ftckpt.megatron import hooks
-    from ftckpt.megatron.optimizers import leaf_optimizers
-
-    trainer = Trainer()
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY, "--iterations", "9"]))
-    hooks.follow(trainer, job.optimizer, None)  # type: ignore[arg-type]
-    (inner,) = [leaf.optimizer for leaf in leaf_optimizers(job.optimizer) if leaf.optimizer is not None]
-
-    def step() -> None:
-        """As far as hooks go: threads of the stand-in for a device are none of a child's."""
-        for hook in list(inner._optimizer_step_pre_hooks.values()):
-            hook(inner, (), {})
-        if "step_with_ready_grads" in vars(job.optimizer):
-            trainer.log.append("wrapped")
-
-    return steps_of(trainer, step)
-
-
-def deepspeed_hooks(rank: int, world_size: int) -> Any:
-    from ftckpt.deepspeed import active_engine
-    from ftckpt.deepspeed.hooks import EngineHooks
-
-    engine = ds_jobs.build(ds_jobs.Shape(1), [*ds_jobs.TINY, "--iterations", "9"]).engine
-    trainer = Trainer()
-    hooks = EngineHooks(active_engine.door.hooks, engine, trainer, lambda: None)  # type: ignore[arg-type]
-    hooks.follow_micro_batches()
-    hooks.fence_optimizer()
-    inner = engine.optimizer
-    while hasattr(inner, "optimizer"):
-        inner = inner.optimizer
-    return steps_of(trainer, inner.step)
-
-
-HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-FRAMEWORKS = [plain_hooks, megatron_hooks, *([deepspeed_hooks] if HAS_DEEPSPEED else [])]
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.__name__)
-def test_a_child_that_steps_its_copy_is_not_followed(framework: Callable[..., Any]) -> None:
-    (result,) = run_ranks(framework, 1, stand_in=framework is megatron_hooks)
-    told, is_silent = result.value
-    assert "fence" in told and is_silent
+ROUNDS = 8
 
 
 def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
@@ -187,7 +83,7 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     same += [end_notes.read(checkpointer.node_dir) == [], launcher_run(os.environ).read().code == 0]
     may_copy.set()
     train(4)
-    until(lambda: checkpointer.whole is not None)
+    until(lambda: checkpointer.committed is not None)
     return same
 
 

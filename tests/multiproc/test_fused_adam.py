@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,27 +51,11 @@ SCENES = {
     "experts": Scene(("--num-experts", "4", "--ep", "2")),
     "stages": Scene(("--pp", "2", "--untie"), {"decoupled_lr": 5e-4}),
 }
-CASES = [
-    (library, scene) for library in LIBRARIES for scene in SCENES if library == "te" or not SCENES[scene].te_alone
-]
-QUICK = [("te", "distributed-fp16"), ("apex", "float16")]
 
 
 def cases(every: list[Any], quick: list[Any]) -> list[Any]:
     """Of a checkout all."""
     return by_default(every, [case for case in quick if case in every]) if len(LIBRARIES) > 1 else every
-
-
-@pytest.mark.parametrize("library, scene", cases(CASES, QUICK))
-def test_megatron_goes_on_bit_for_bit(library: str, scene: str, settings: dict[str, Any]) -> None:
-    shown = SCENES[scene]
-    setup = fused.Setup(LIBRARIES[library], shown.optimizer)
-    run = jobs.Run(shown.argv, 6, settings)
-
-    def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
-        return [found.value for found in run_ranks(fused.train, shown.ranks, run, setup, timeout_secs=200.0)]
-
-    assert jobs.goes_on(outcomes, run, shown.stop) == shown.stop
 
 
 def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> set[Any]:
@@ -138,22 +123,6 @@ DEEPSPEED = {
     "zero2-fp16": ds_jobs.Shape(2, config=untested(**fp16(19), **zero(2))),
     "zero3": ds_jobs.Shape(2, config=untested(**BF16, **zero(3))),
 }
-DEEPSPEED_CASES = [(library, shape) for library in LIBRARIES for shape in DEEPSPEED]
-
-
-@pytest.mark.parametrize("library, shape", cases(DEEPSPEED_CASES, [("apex", "zero2-fp16")]))
-def test_deepspeed_goes_on_bit_for_bit(library: str, shape: str, settings: dict[str, Any]) -> None:
-    run = ds_jobs.Run(DEEPSPEED[shape], 6, settings)
-    train = functools.partial(fused.train_with_deepspeed, library=LIBRARIES[library], options={})
-
-    def outcomes(run: ds_jobs.Run) -> list[jobs.Outcome]:
-        results = run_ranks(train, run.shape.ranks, run, timeout_secs=200.0, stand_in=False)
-        return [result.value for result in results]
-
-    # Its ranks exit at the third boundary: whether they still agree on its snapshot is not known.
-    assert jobs.goes_on(outcomes, run, 3) in (2, 3)
-
-
 MASTERS = {"master_weights": True}
 PLAIN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "one": (("--wrap", "none", "--precision", "fp32"), {"adam_w_mode": False, "weight_decay": 0.1}),
@@ -166,17 +135,42 @@ PLAIN: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "fsdp2-masters": (("--wrap", "fsdp2", "--precision", "bf16"), MASTERS),
 }
 """Arguments of train_plain, and of the optimizer."""
+FRAMEWORKS: dict[str, dict[str, Any]] = {"megatron": SCENES, "deepspeed": DEEPSPEED, "plain": PLAIN}
 # Apex knows neither masters of its own nor DTensors.
-PLAIN_CASES = [(library, case) for library in LIBRARIES for case in list(PLAIN)[: 8 if library == "te" else 4]]
+FOR_TE_ALONE = [scene for scene in SCENES if SCENES[scene].te_alone] + list(PLAIN)[4:]
+CASES = [
+    f"{framework}-{library}-{case}"
+    for framework, those in FRAMEWORKS.items()
+    for library in LIBRARIES
+    for case in those
+    if library == "te" or case not in FOR_TE_ALONE
+]
+QUICK = [
+    *("megatron-te-distributed-fp16", "megatron-apex-float16"),
+    *("deepspeed-apex-zero2-fp16", "plain-te-fsdp2-masters"),
+]
 
 
-@pytest.mark.parametrize("library, case", cases(PLAIN_CASES, [("te", "fsdp2-masters")]))
-def test_plain_torch_goes_on_bit_for_bit(library: str, case: str, settings: dict[str, Any]) -> None:
-    argv, options = PLAIN[case]
-    run = jobs.Run(argv, 6, settings)
-    train = functools.partial(fused.train_plain, library=LIBRARIES[library], options=options)
+@pytest.mark.parametrize("case", cases(CASES, QUICK))
+def test_a_restart_goes_on_bit_for_bit(case: str, settings: dict[str, Any]) -> None:
+    framework, library, name = case.split("-", 2)
+    found, stop = FRAMEWORKS[framework][name], 3
+    train: Callable[..., jobs.Outcome]
+    run: jobs.Run | ds_jobs.Run
+    if framework == "megatron":
+        ranks, stop = found.ranks, found.stop
+        train = functools.partial(fused.train, setup=fused.Setup(LIBRARIES[library], found.optimizer))
+        run = jobs.Run(found.argv, 6, settings)
+    elif framework == "deepspeed":
+        train = functools.partial(fused.train_with_deepspeed, library=LIBRARIES[library], options={})
+        run, ranks = ds_jobs.Run(found, 6, settings), found.ranks
+    else:
+        train = functools.partial(fused.train_plain, library=LIBRARIES[library], options=found[1])
+        run, ranks = jobs.Run(found[0], 6, settings), 2
 
-    def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
-        return [result.value for result in run_ranks(train, 2, run, timeout_secs=200.0, stand_in=False)]
+    def outcomes(run: Any) -> list[jobs.Outcome]:
+        results = run_ranks(train, ranks, run, timeout_secs=200.0, stand_in=framework == "megatron")
+        return [result.value for result in results]
 
-    assert jobs.goes_on(outcomes, run, 3) == 3
+    # DeepSpeed's ranks exit at the third boundary: whether they still agree on its snapshot is not known.
+    assert jobs.goes_on(outcomes, run, stop) in ((2, 3) if framework == "deepspeed" else (stop,))

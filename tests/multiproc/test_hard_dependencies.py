@@ -96,13 +96,3 @@ def test_a_specification_names_its_extra(bare: dict[str, str], tmp_path: Path) -
     words = ["--spec", str(tmp_path / "rules.yaml"), "--to", "universal"]
     ran = subprocess.run([*command, *words], env=bare, capture_output=True, text=True, check=False, timeout=60)
     assert ran.returncode == 2 and "pip install 'ftckpt[cli]'" in ran.stderr, ran.stderr
-
-
-def test_a_status_that_changes_in_its_place_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftckpt.cli import status
-    from ftckpt.errors import ConfigError
-
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setitem(sys.modules, "rich.live", None)
-    with pytest.raises(ConfigError, match=r"ftckpt\[cli\]"), status._shown(False):
-        pass

@@ -60,6 +60,7 @@ LAYOUTS: list[tuple[int, dict[str, int], tuple[str, ...], tuple[str, ...]]] = [
     (4, {"tp": 2, "ep": 2}, ("gated-grouped",), _EXPERTS),
     (4, {"tp": 2, "ep": 4, "etp": 1}, ("grouped",), _EXPERTS),
     (4, {"tp": 2, "pp": 2, "etp": 1, "ep": 2}, ("experts",), _EXPERTS),
+    (4, {"cp": 2, "pp": 2}, (), ("gpt",)),  # has no losses
 ]
 """Ranks, layout, models by default, and all models."""
 
@@ -91,7 +92,7 @@ def _describe(model: Model, layout: Mapping[str, int]) -> RankDescription:
         pieces = [*described.stepped, *described.volatile]
         models.fill(piece for piece in pieces if not piece.fragment.key.startswith("local/"))
         state.finish_load()
-        losses = models.losses(built) if layout.get("cp", 1) == 1 and model.dtype == "float32" else []
+        losses = models.losses(built) if layout.get("cp", 1) == 1 else []
         return RankDescription([piece.fragment for piece in pieces], described.padded, losses)
 
 
@@ -141,43 +142,12 @@ def test_keys_and_shapes_are_those_of_one_rank(alone: Any, divided: Any) -> None
 
 
 def test_losses_of_tokens_are_those_of_one_rank(alone: Any, divided: Any) -> None:
-    """That they depend on the place of every tensor's elements is what the next test shows."""
     for case, ranks in divided.items():
         wanted = alone[case.split()[0]][0].losses
         found = [rank.losses for rank in ranks if rank.losses]
-        assert found, case
+        assert found or "cp2" in case, case
         for losses in found:
             np.testing.assert_allclose(losses, wanted, rtol=2e-5, err_msg=case)
-
-
-def losses_without(rank: int, world_size: int, name: str) -> dict[str, float]:
-    """By weight, by how much a token's loss changes at most when its halves change places."""
-    from ftckpt.megatron.state import MegatronState
-
-    with models.parallel({}):
-        built = models.build(MODELS[name], {})
-        pieces = MegatronState(built.chunks, built.optimizer, None, {}).describe().stepped  # type: ignore[arg-type]
-        models.fill(pieces)
-        wanted = np.array(models.losses(built))
-        found = {}
-        for piece in (piece for piece in pieces if piece.fragment.key.startswith("weight/")):
-            before = piece.tensor.clone()
-            piece.tensor.copy_(before.roll(max(1, before.numel() // 2)))
-            change = float(np.abs(np.array(models.losses(built)) / wanted - 1).max())
-            found[piece.fragment.key] = max(change, found.get(piece.fragment.key, 0.0))
-            piece.tensor.copy_(before)
-        return found
-
-
-@pytest.mark.parametrize(
-    "name", by_default(["gqa-swiglu-untied", "gated-experts", "gated-grouped", "mla", "mtp"], ["gqa-swiglu-untied"])
-)
-def test_losses_tell_when_elements_are_elsewhere(name: str) -> None:
-    """The tolerance of the test of losses is far below what elements in wrong places do."""
-    found = run_ranks(losses_without, 1, name)[0].value
-    # A bias of keys shifts all scores of a query alike, so its norm's is the one that attention does not see.
-    blind = [key for key, change in found.items() if change < 2e-4]
-    assert all(key.endswith("k_layernorm.bias") for key in blind), {key: found[key] for key in blind}
 
 
 def test_a_plan_between_any_two_layouts_fills_every_element(alone: Any, divided: Any) -> None:
@@ -222,26 +192,6 @@ def assert_filled(
 
 def _values(fragment: Fragment) -> np.ndarray:
     return models.known(fragment.key, positions(fragment))
-
-
-OPTIMIZERS = {
-    "bf16": Model({"gated_linear_unit": True, "num_query_groups": 2}, dtype="bfloat16"),
-    "bf16-replicated": Model({"gated_linear_unit": True, "num_query_groups": 2}, dtype="bfloat16", sharded=False),
-}
-
-
-@pytest.mark.slow
-def test_masters_and_moments_fit_with_and_without_the_distributed_optimizer() -> None:
-    found = {}
-    for world_size, layout in ((4, {"tp": 2}), (4, {"cp": 2, "pp": 2}), (4, {"cp": 2})):
-        found.update(
-            described(world_size, [(f"{name} {_text(layout)}", model, layout) for name, model in OPTIMIZERS.items()])
-        )
-    for source, target in itertools.permutations(found, 2):
-        assert shapes(found[source]) == shapes(found[target])
-        assert_filled(found[source], found[target], f"{source} to {target}")
-    roles = {key.partition("/")[0] for key in shapes(next(iter(found.values())))}
-    assert roles == {"weight", "master", "exp_avg", "exp_avg_sq", "step"}
 
 
 @pytest.mark.parametrize("untied", by_default([False, True], [True]))

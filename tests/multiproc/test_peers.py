@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,10 @@ from ftckpt.memory.parity_file import ParityFile
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import chunk_source
-from ftckpt.smp.channel import Channel, Delivery
-from ftckpt.smp.chunk_source import Feed
-from ftckpt.smp.peers import CONNECTIONS
+from ftckpt.smp.channel import Channel
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.smp.traffic import NetworkProfile
-from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
+from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, parity_of
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -32,7 +30,7 @@ PEER = Modes(peer=True)
 
 
 class Cluster:
-    """Nodes and the duties of their SMPs, in this process."""
+    """Nodes and the tasks of their SMPs, in this process."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root, self._stack = root, stack
@@ -66,27 +64,19 @@ class Cluster:
         for node in self.nodes:
             node.target(iteration)
 
-    def cover(self, slot: int, iteration: int) -> None:
+    def encode(self, slot: int, iteration: int) -> None:
         """A snapshot becomes the target, and all nodes cover it."""
         self.snapshot(slot, iteration)
         self.target(iteration)
-        until(lambda: self.covered(iteration), "covered")
+        until(lambda: self.encoded(iteration), "encoded")
 
-    def covered(self, iteration: int) -> bool:
-        return all(node.covered(iteration) for node in self.nodes)
+    def encoded(self, iteration: int) -> bool:
+        return all(node.encoded(iteration) for node in self.nodes)
 
     def until_asked(self, node: int, times: int = 5) -> None:
         """Until others have asked a node so many times more."""
-        server, asked = self.smps[node].server, []
-        find = server._find
-
-        def counted(request: BytesRequest) -> AbstractContextManager[Delivery | None]:
-            asked.append(request)
-            return find(request)
-
-        server._find = counted
-        until(lambda: len(asked) >= times, "asked again and again")
-        server._find = find
+        enough = len(self.smps[node].asked) + times
+        until(lambda: len(self.smps[node].asked) >= enough, "asked again and again")
 
     def check(self, iteration: int) -> int:
         return check_parity(self.nodes, self.modes, iteration)
@@ -110,10 +100,10 @@ def cluster(arena_root: Path) -> Iterator[Cluster]:
     ],
     ids=["two", "three-by-two", "rs", "mirror", "node-and-peer", "uneven"],
 )
-def test_a_target_is_covered_on_all_nodes(cluster: Cluster, ranks_of: list[list[int]], modes: Modes) -> None:
+def test_a_target_is_encoded_on_all_nodes(cluster: Cluster, ranks_of: list[list[int]], modes: Modes) -> None:
     cluster.build(ranks_of, modes)
     for iteration in (1, 2):
-        cluster.cover(iteration, iteration)
+        cluster.encode(iteration, iteration)
         assert cluster.check(iteration) >= len(ranks_of)
         for node in cluster.nodes:
             node.protected(iteration)
@@ -144,7 +134,7 @@ def test_what_travels_is_sealed_where_the_job_wants_it(cluster: Cluster, monkeyp
         cluster.target(iteration)
         for smp in cluster.smps:
             smp.start()
-        until(lambda: cluster.covered(iteration), "covered")  # noqa: B023
+        until(lambda: cluster.encoded(iteration), "encoded")  # noqa: B023
         for smp in cluster.smps:
             smp.pause()
         assert cluster.check(iteration) >= 2
@@ -156,7 +146,7 @@ def test_what_travels_is_sealed_where_the_job_wants_it(cluster: Cluster, monkeyp
 
 def test_each_byte_of_state_travels_once_per_loss(cluster: Cluster) -> None:
     cluster.build([[0], [1], [2]], Modes(peer=True, peer_losses=1))
-    cluster.cover(0, 1)
+    cluster.encode(0, 1)
     arenas = [arena for node in cluster.nodes for arena in node.arenas]
     state = sum(arena.image.chunks[c].nbytes for arena in arenas for c in range(arena.image.num_stepped_chunks))
     packages = sum(path.stat().st_size for node in cluster.nodes for path in mirror_dir(node.dir).glob("*"))
@@ -172,10 +162,10 @@ def test_one_that_is_late_is_waited_for(cluster: Cluster, monkeypatch: pytest.Mo
     cluster.target(1)
     until(lambda: all(node.checked(1) for node in cluster.nodes[:2]), "checked")
     cluster.until_asked(2)
-    assert not any(node.covered(1) for node in cluster.nodes)
-    assert all(smp.duties.cannot is None and smp.events.of("peer_lost") == [] for smp in cluster.smps)
+    assert not any(node.encoded(1) for node in cluster.nodes)
+    assert all(smp.tasks.cannot is None and smp.events.of("peer_lost") == [] for smp in cluster.smps)
     cluster.nodes[2].snapshot(0, 1)
-    until(lambda: cluster.covered(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
     assert cluster.check(1) >= 3
 
 
@@ -183,91 +173,9 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER)
     cluster.nodes[0].snapshot(0, 1)
     cluster.target(1)  # n1 never has it
-    until(lambda: cluster.smps[0].duties.status()["covering"] and cluster.nodes[0].checked(1), "under way")
-    cluster.cover(1, 2)
-    assert cluster.check(2) >= 2 and not cluster.nodes[0].covered(1)
-
-
-def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.peers._BACKOFF_SECS", (0.1,))
-    cluster.build([[0], [1]], PEER, protect_timeout_secs=8.0)
-    cluster.snapshot(0, 1)
-    cluster.snapshot(1, 2)
-    until(lambda: all(node.checked(i) for node in cluster.nodes for i in (1, 2)), "checked")
-    cluster.smps[1].pause()
-    cluster.smps[1].end()
-    begun = time.monotonic()
-    cluster.target(1)
-    duties, events = cluster.smps[0].duties, cluster.smps[0].events
-    until(lambda: duties.cannot == SnapshotId(LINEAGE, 1), "cannot")
-    secs = time.monotonic() - begun
-    assert 3.5 < secs < 20
-    begun = time.monotonic()
-    cluster.target(2)
-    until(lambda: duties.cannot == SnapshotId(LINEAGE, 2), "cannot, at once this time")
-    assert time.monotonic() - begun < secs / 2
-    assert [event["node"] for event in events.of("peer_lost")] == ["n1"]
-    assert [event["iteration"] for event in events.of("not_covered")] == [1, 2]
-    assert "n1 at 127.0.0.1" in events.of("not_covered")[0]["reason"]
-    assert duties.status()["state"] == "cannot" and "n1" in duties.status()["failing"]
-    assert cluster.nodes[0].states(2) == [CheckState.CHECKED]
-
-
-def test_a_node_with_another_secret_gets_nothing(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False, protect_timeout_secs=4.0)
-    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
-    other = describe(cluster.nodes[1], cluster.nodes, PEER, ports, secret="a1" * 32, protect_timeout_secs=4.0)
-    cluster.smps[1].configure(other)
-    for smp in cluster.smps:
-        smp.start()
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: all(smp.duties.cannot for smp in cluster.smps), "cannot")
-    for smp in cluster.smps:
-        assert [event["address"] for event in smp.events.of("peer_refused")] == ["127.0.0.1"]
-        assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
-        assert smp.duties.status()["received_bytes"] == 0
-    assert not any(node.packages(1) != [node.arenas[0].manifest.shard] for node in cluster.nodes)
-    # The same secret for all of them, as after a restart of the trainers.
-    for node, smp in zip(cluster.nodes, cluster.smps, strict=True):
-        smp.pause()
-        smp.configure(describe(node, cluster.nodes, PEER, ports, secret="b2" * 32))
-        smp.start()
-    until(lambda: cluster.covered(1), "covered")
-
-
-def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
-    cluster.build([[0], [1], [2]], PEER, protect_timeout_secs=3.0)
-    cluster.snapshot(0, 1)
-    until(lambda: all(node.checked(1) for node in cluster.nodes), "checked")
-    arena = cluster.nodes[1].arenas[0]
-    flip(arena, 0, arena.image.chunks[0].begin + 1)
-    cluster.target(1)
-    lacking = lambda: [smp for smp in cluster.smps if smp.duties.cannot]  # noqa: E731
-    until(lacking, "cannot")
-    assert "does not match its checksum" in lacking()[0].events.of("not_covered")[0]["reason"]
-    assert not cluster.covered(1)
-    flip(arena, 0, arena.image.chunks[0].begin + 1)
-    cluster.target(-1)
-    until(lambda: not any(smp.duties.status()["target"] for smp in cluster.smps), "given up")
-    cluster.target(1)
-    until(lambda: cluster.covered(1), "covered")
-    assert cluster.check(1) >= 3
-
-
-def test_only_a_few_chunks_are_asked_for_ahead(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = [0]
-    ask = Feed._request_next
-
-    def counted(self: Feed) -> Any:
-        yield from ask(self)
-        most[0] = max(most[0], len(self._requested))
-
-    monkeypatch.setattr(Feed, "_request_next", counted)
-    monkeypatch.setattr(chunk_source, "AHEAD_BYTES", 3 * CHUNK)
-    cluster.build([[0], [1], [2]], PEER)
-    cluster.cover(0, 1)
-    assert most[0] == 3
+    until(lambda: cluster.smps[0].tasks.status()["encoding"] and cluster.nodes[0].checked(1), "under way")
+    cluster.encode(1, 2)
+    assert cluster.check(2) >= 2 and not cluster.nodes[0].encoded(1)
 
 
 def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,33 +208,17 @@ def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pyt
     cluster.target(1)
     cluster.smps[0].start()
     smp = cluster.smps[1].start()
-    until(lambda: cluster.nodes[1].covered(1), "covered")
+    until(lambda: cluster.nodes[1].encoded(1), "encoded")
     assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
-    assert smp.duties.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test", "wait_secs": 0.0}
+    assert smp.tasks.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test", "wait_secs": 0.0}
 
 
 def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
     cluster.build([[0], [1]], PEER, network_rate="200kB/s")
-    cluster.cover(0, 1)
+    cluster.encode(0, 1)
     for smp in cluster.smps:
         [covered] = smp.events.of("covered")
         assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
-
-
-def test_trainers_wait_as_long_as_the_network_needs(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False, network_rate="200kB/s")
-    one = cluster.smps[0]
-    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
-    described = describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_rate="2MB/s")
-    one.configure({**described, "received_bytes": 5 * CHUNK})
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.covered(1), "covered")
-    forecast_secs, sent_secs = 5 * CHUNK / 2e6, 5 * CHUNK / 2e5
-    trainer = Heartbeat.open(cluster.nodes[0].dir, None)
-    assert 4 * forecast_secs < 2 * sent_secs < trainer.smp_wait_secs() < 10 * sent_secs, "the other one sends slowly"
 
 
 def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
@@ -338,10 +230,10 @@ def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
     cluster.target(1)
     for smp in cluster.smps:
         smp.start()
-    until(lambda: cluster.nodes[1].covered(1), "covered by the one that may receive all it likes")
+    until(lambda: cluster.nodes[1].encoded(1), "encoded by the one that may receive all it likes")
     [covered] = other.events.of("covered")
     assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
-    assert one.duties.status()["sent_bytes"] >= covered["received_bytes"]
+    assert one.tasks.status()["sent_bytes"] >= covered["received_bytes"]
 
 
 @pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
@@ -353,11 +245,11 @@ def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase
     while not cluster.nodes[0].checked(1):
         assert time.monotonic() < deadline
         for smp in cluster.smps:
-            smp.duties.step(time.monotonic() + 0.1)
+            smp.tasks.step(time.monotonic() + 0.1)
     pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, phase)
     [arena] = cluster.nodes[0].arenas
-    service, wanted = cluster.smps[0].duties.service, ChunkRequest(SnapshotId(LINEAGE, 1), arena.manifest.shard, 0)
+    service, wanted = cluster.smps[0].tasks.service, ChunkRequest(SnapshotId(LINEAGE, 1), arena.manifest.shard, 0)
     begun = time.monotonic()
     threading.Timer(0.5, pulse.beat, (1, "forward")).start()
     with service.find(wanted) as delivery:
@@ -372,16 +264,13 @@ def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase:
     cluster.target(1)
     pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, phase)
-    asked: list[float] = []
-    fetch = cluster.smps[0].duties._peers.fetch
-    cluster.smps[0].duties._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]
     begun = time.monotonic()
     for smp in cluster.smps:
         smp.start()
-    until(lambda: asked, "asked, although the phase never ends")
-    assert asked[0] - begun > 0.3
+    until(lambda: cluster.smps[1].asked, "asked, although the phase never ends")
+    assert time.monotonic() - begun > 0.3
     pulse.beat(1, "forward")
-    until(lambda: cluster.covered(1), "covered")
+    until(lambda: cluster.encoded(1), "encoded")
     pulse.leave()
 
 
@@ -389,24 +278,21 @@ def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) ->
     cluster.build([[0], [1]], PEER, start=False)
     cluster.snapshot(0, 1)
     cluster.target(1)
-    one = cluster.smps[0].duties
-    one._traffic.profile = NetworkProfile(2.0, ((0.5, 1.0),))
-    asked: list[float] = []
-    fetch = one._peers.fetch
-    one._peers.fetch = lambda *a: (asked.append(time.monotonic()), fetch(*a))[1]  # type: ignore[method-assign]
+    cluster.smps[0].tasks.traffic.profile = NetworkProfile(2.0, ((0.5, 1.0),))
     pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
     pulse.beat(1, "forward")
     begun = time.monotonic()
     for smp in cluster.smps:
         smp.start()
-    until(lambda: cluster.covered(1), "covered")
-    assert asked[0] - begun > 0.9
+    until(lambda: cluster.smps[1].asked, "asked")
+    assert time.monotonic() - begun > 0.9
+    until(lambda: cluster.encoded(1), "encoded")
     pulse.leave()
 
 
 def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
     cluster.build([[0], [1], [2]], PEER)
-    cluster.cover(0, 1)
+    cluster.encode(0, 1)
     for smp in cluster.smps:
         smp.pause()
     node, smp = cluster.nodes[0], cluster.smps[0]
@@ -422,86 +308,27 @@ def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
     for each in cluster.smps:
         each.start()
     until(lambda: smp.events.of("repaired"), "the block is computed anew")
-    until(lambda: node.packages(1) == ["dp0", "dp1", "dp2"] and cluster.covered(1), "the package comes again")
+    until(lambda: node.packages(1) == ["dp0", "dp1", "dp2"] and cluster.encoded(1), "the package comes again")
     assert cluster.check(1) >= 3
 
 
-def test_what_is_gone_at_the_others_does_not_stop_a_scrub(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
-    cluster.build([[0], [1]], PEER, scrub_secs=0.1)
-    cluster.cover(0, 1)
-    smp, node = cluster.smps[0], cluster.nodes[0]
-    path = parity_of(node.arenas[0].path, "peer", 1).path
-    smp.pause()
-    cluster.target(-1)
-    for other in cluster.nodes[1:]:
-        fill(other.arenas[0], 0, 2)
-    file = ParityFile.open(path, writable=True)
-    file.block(0)[1] ^= 1
-    file.close()
-    before = len(smp.events.of("scrubbed"))
-    smp.start()
-    until(lambda: len(smp.events.of("scrubbed")) > before + 1, "scrubbed")
-    assert len(smp.events.of("corrupt")) == 1 and smp.events.of("repaired") == []
-
-
-def test_packages_of_a_protected_snapshot_are_pulled_again_or_covered_is_taken_back(
+def test_packages_of_a_protected_snapshot_are_pulled_again_or_it_is_revoked(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
     cluster.build([[0], [1]], PEER, scrub_secs=0.1)
-    cluster.cover(0, 1)
+    cluster.encode(0, 1)
     node, smp = cluster.nodes[0], cluster.smps[0]
     for each in cluster.nodes:
         each.protected(1)
     cluster.target(-1)
-    until(lambda: not smp.duties.status()["target"], "no target any more")
+    until(lambda: not smp.tasks.status()["target"], "no target any more")
     package = next(mirror_dir(node.dir).glob("dp1.*"))
     package.write_bytes(package.read_bytes()[:-1])
     until(lambda: smp.events.of("repaired"), "repaired")
-    assert node.packages(1) == ["dp0", "dp1"] and node.covered(1)
+    assert node.packages(1) == ["dp0", "dp1"] and node.encoded(1)
     cluster.smps[1].pause()
     cluster.smps[1].end()
     package.write_bytes(package.read_bytes()[:-1])
     until(lambda: not package.exists(), "nobody has it any more")
     assert node.states(1) == [CheckState.CHECKED]
-
-
-def test_what_a_target_that_was_given_up_asked_for_is_not_transferred(cluster: Cluster) -> None:
-    cluster.build([[0, 1, 2], [3, 4, 5]], PEER)
-    for iteration in (10, 11, 12):
-        cluster.snapshot(iteration - 10, iteration)
-    until(lambda: all(node.checked(i) for node in cluster.nodes for i in (10, 11, 12)), "checked")
-    served: list[int] = []
-    server = cluster.smps[1].server
-    find = server._find
-
-    @contextmanager
-    def slow(request: BytesRequest) -> Iterator[Delivery | None]:
-        time.sleep(0.2)  # a slow network
-        served.append(request.snapshot.iteration)
-        with find(request) as answer:
-            yield answer
-
-    server._find = slow
-    for attempt in range(16):  # targets are given up one after the other
-        cluster.nodes[0].target(10 + attempt % 2)
-        time.sleep(0.1)  # less than a transfer takes
-    cluster.nodes[0].target(12)
-    status = cluster.smps[0].duties.status
-    until(lambda: (status()["target"] or {}).get("iteration") == 12, "the SMP has read its new target")
-    before = len(served)
-    until(lambda: 12 in served, "the last one is asked for")
-    assert served.index(12) - before <= CONNECTIONS, "those that were under way already"
-
-
-def test_packages_that_are_not_there_yet_cost_no_network(cluster: Cluster) -> None:
-    """A package may be of any size up to a bound: what counts is what comes."""
-    cluster.build([[0, 1], [2, 3]], PEER, network_rate="20MB/s")
-    cluster.nodes[0].snapshot(0, 1)
-    cluster.target(1)
-    cluster.until_asked(1)
-    cluster.nodes[1].snapshot(0, 1)
-    begun = time.monotonic()
-    until(lambda: cluster.covered(1), "covered")
-    assert time.monotonic() - begun < 15

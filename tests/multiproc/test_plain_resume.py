@@ -110,16 +110,12 @@ def own_generators(attempt: int) -> Parts:
 
 
 def given_generators(attempt: int) -> Parts:
-    given = {
-        "a": torch.Generator(),
-        "b": np.random.default_rng(1),
-        "c": np.random.RandomState(1),
-        "d": random.Random(1),
-    }
+    rng, state = np.random.default_rng(1), np.random.RandomState(1)
+    given: dict[str, Any] = {"a": torch.Generator(), "b": rng, "c": state, "d": random.Random(1)}
     parts = simple(layers(), objects=given)
 
     def train(iteration: int) -> Any:
-        noise = torch.rand(1, generator=given["a"]) + given["b"].random() + given["c"].rand() + given["d"].random()
+        noise = torch.rand(1, generator=given["a"]) + rng.random() + state.rand() + given["d"].random()
         return parts.train(iteration) + noise
 
     return parts._replace(train=train)

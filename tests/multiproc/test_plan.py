@@ -107,14 +107,14 @@ def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> S
 def _script(case: Case, config: Any) -> Any:
     """The checkpointer of an example job that its door has started."""
     if case.framework == "deepspeed":
-        from tests.support.adapters.deepspeed import DeepSpeedJob
+        from tests.support.adapters import DeepSpeedJob
 
         return DeepSpeedJob(Shape(case.ranks, [*WIDE, *case.argv], case.config or {})).attach(config)
     if case.framework == "plain":
-        from tests.support.adapters.plain import PlainJob
+        from tests.support.adapters import PlainJob
 
         return PlainJob((*WIDE, *case.argv)).attach(config)
-    from tests.support.adapters.megatron import MegatronJob
+    from tests.support.adapters import MegatronJob
 
     return MegatronJob((*WIDE, *case.argv)).attach(config)
 
@@ -137,15 +137,15 @@ def _layout(case: Case, config: Any) -> Any:
 
 
 def _told(checkpointer: Any) -> Started:
-    image = checkpointer._shard.capture.arena.image
+    image = checkpointer.arena.image
     holding = image.holding("", "", "")
     sections = [(section.kind, section.group, sum(section.lengths)) for section in holding.sections]
     numels = {
         piece.fragment.key: _numel(piece.fragment.global_shape)
-        for piece in checkpointer._shard._described.stepped
+        for piece in checkpointer.snapshots.shard.state.stepped
         if piece.fragment.key.startswith("exp_avg/")
     }
-    modes = checkpointer._protection.modes.names
+    modes = checkpointer.rank.protection.modes.names
     checkpointer.close(remove=True)
     return Started(holding.shard, modes, sections, holding.slot_bytes, numels)
 

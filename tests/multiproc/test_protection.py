@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,13 @@ from typing import Any
 import pytest
 
 from benchmarks.campaign_damage import survey
-from benchmarks.campaign_job import Ended, Plan, train
-from ftckpt.errors import FtckptError, MemoryBudgetError
-from ftckpt.group import Group
-from ftckpt.memory.arena import Arena
-from ftckpt.memory.control_block import SlotState
-from ftckpt.memory.directory import SMP_LOCK_NAME, clean_job, end_smp, list_arenas
+from benchmarks.campaign_job import Ended, Plan, Trouble, train
+from ftckpt.memory.directory import SMP_LOCK_NAME, clean_job, end_smp
 from ftckpt.memory.locks import holder_of
-from ftckpt.parity.modes import Modes, resolve_modes
-from ftckpt.session.checkpointer import Checkpointer
-from ftckpt.session.protection import Protection
-from ftckpt.session.shard import Shard
+from ftckpt.parity.modes import resolve_modes
 from tests.support.event_logs import read_events
 from tests.support.pool import RankFailure, RankGroup, run_ranks, spawn_ranks
+from tests.support.tiers import by_default
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -79,17 +72,6 @@ def moved(plan: Plan, by: int) -> None:
     until(lambda: iteration(plan) >= goal)
 
 
-def states(plan: Plan) -> set[SlotState]:
-    found: set[SlotState] = set()
-    for path in list_arenas(folder(plan) / "n0"):
-        try:
-            with closing(Arena.open(path)) as arena:
-                found |= {arena.state(slot) for slot in range(arena.control.slots)}
-        except FtckptError:
-            continue
-    return found
-
-
 def test_snapshots_become_protected_and_nothing_is_left_at_the_end(plan: Plan) -> None:
     ended = [result.value for result in run_ranks(train, 3, replace(plan, protected=3))]
     assert ended == [Ended(None, ())] * 3
@@ -121,25 +103,6 @@ def test_protection_that_takes_many_iterations_costs_snapshots_unless_a_fourth_s
         assert done[3]["time"] - done[0]["time"] < 1.5 * sum(event["secs"] for event in done[1:4])
 
 
-def test_who_looks_sees_checked_and_protected_slots_and_each_keeps_its_protected_one(plan: Plan) -> None:
-    with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS)):
-        seen: set[SlotState] = set()
-
-        def all_seen() -> bool:
-            seen.update(states(plan))
-            return {SlotState.CHECKED, SlotState.PROTECTED} <= seen
-
-        until(all_seen)
-        for _ in range(100):
-            for path in list_arenas(folder(plan) / "n0"):
-                with closing(Arena.open(path)) as arena:
-                    protected = arena.control.protected()
-                    held = [arena.control.record(slot) for slot in range(arena.control.slots)]
-                    still = arena.control.protected()
-                if protected is not None and protected == still:
-                    assert protected in [record.snapshot for record in held if record.sealed]
-
-
 def test_a_frozen_smp_degrades_protection_and_never_training(plan: Plan) -> None:
     plan = replace(plan, iterations=ENDLESS, settings={**plan.settings, "protect_timeout_secs": 1.0})
     with spawn_ranks(train, 3, plan) as ranks:
@@ -169,122 +132,23 @@ def test_a_killed_smp_is_followed_by_another_and_training_does_not_notice(plan: 
         assert ranks.alive() == [0, 1, 2] and "snapshot_error" not in names(plan)
 
 
-def lay_out_anew(rank: int, world_size: int, plan: Plan, fails: str) -> Any:
-    """In the eighth iteration all ranks lay out anew. On one of them there may be no ``room``."""
-    step, found = Checkpointer.step, []
-
-    def no_room(*_: Any) -> None:
-        raise MemoryBudgetError("no room")
-
-    def watched(self: Checkpointer, iteration: int) -> None:
-        if iteration == 8:
-            if fails == "room" and rank == 0:
-                Protection._require_room = no_room  # type: ignore[method-assign]
-            self._state.proved(stepped=True, changed=True, new_arenas=True)
-            self._snapshots._protect_anew()
-            assert self.arena is not None
-            control = self.arena.control
-            found.append((control.protected(), control.target()))
-        step(self, iteration)
-
-    Checkpointer.step = watched  # type: ignore[method-assign]
-    assert train(rank, world_size, plan) == Ended(None, ())
-    return found
+def test_what_replicas_copy_from_then_on_is_protected(plan: Plan) -> None:
+    """One rank drifts: its share moves into new arenas, whose parity is made from nothing."""
+    run_ranks(train, 3, replace(plan, trouble=Trouble("drift", 8, 1, "flip"), protected=8))
+    changed = [event["time"] for event in told(plan) if event["event"] == "plan"][-1]
+    protected = [
+        event["iteration"] for event in told(plan) if event["event"] == "protected" and event["time"] > changed
+    ]
+    assert names(plan).count("plan") == 2 and protected and min(protected) > 8
 
 
-@pytest.mark.parametrize("fails", ["", "room"])
-def test_a_new_layout_is_protected_anew_or_training_goes_on_without(plan: Plan, fails: str) -> None:
-    # Training goes on until the SMP, which may have to wait for a core, has protected some.
-    plan = replace(plan, settings={**plan.settings, "on_error": "continue"}, protected=0 if fails == "room" else 4)
-    for result in run_ranks(lay_out_anew, 3, plan, fails):
-        assert result.value == [(None, None)], "nothing of the old layout is called protected"
-    events = told(plan)
-    protected = [event["iteration"] for event in events if event["event"] == "protected"]
-    assert ("not_protected" in names(plan)) == (fails == "room")
-    assert (max(protected, default=0) < 9) if fails == "room" else (max(protected) > 9)
-    assert max(event["iteration"] for event in events if event["event"] == "snapshot") > 20
-
-
-def gathers_behind_the_load(rank: int, world_size: int, plan: Plan) -> Any:
-    """How often all ranks wait for each other behind the load; the arenas stay."""
-    gather, lay_out, supply, close = Group.gather, Shard.lay_out, Shard.supply, Checkpointer.close
-    posted: list[int] = []
-
-    def counted(self: Group, data: bytes) -> list[bytes]:
-        if posted and posted[-1] >= 0:
-            posted[-1] += 1
-        return gather(self, data)
-
-    def begins(self: Shard, *args: Any) -> None:
-        posted.append(0)
-        lay_out(self, *args)
-
-    def ends(self: Shard) -> None:
-        posted.extend([posted.pop(), -1])
-        supply(self)
-
-    Group.gather, Shard.lay_out, Shard.supply = counted, begins, ends  # type: ignore[method-assign]
-    Group.broadcast = None  # type: ignore[assignment, method-assign]
-    Checkpointer.close = lambda self, *_: close(self, remove=False)  # type: ignore[method-assign]
-    return train(rank, world_size, plan), posted[0]
-
-
-@pytest.mark.parametrize(("protect", "nodes"), [("none", "aa"), ("auto", "ab")])
-def test_ranks_wait_for_each_other_a_few_times_behind_the_load(plan: Plan, protect: str, nodes: str) -> None:
-    """Each time takes milliseconds at the least, and with a thousand ranks tens of them."""
-    plan = replace(plan, nodes=list(nodes), iterations=3, settings={**plan.settings, "protect": protect})
-    found = [[result.value for result in run_ranks(gathers_behind_the_load, 2, plan)] for _ in range(2)]
-    for node in set(nodes):
-        end_smp(folder(plan) / node, 20)
-    (first, _), (second, _) = found
-    # Which ranks hold the same, what they hold, what they need, what they have made.
-    assert second[0].start is not None and [count for _, count in found[1]] == [4] * 2
-    assert first[0].start is None and [count for _, count in found[0]] == [5] * 2, "and whether there is room"
-
-
-def restored_targets(rank: int, world_size: int, plan: Plan) -> Any:
-    """Iterations of the protected snapshot and of the target right after the restore."""
-    restore, found = Checkpointer.restore, []
-
-    def watched(self: Checkpointer, newer_than: int = -1) -> int | None:
-        start = restore(self, newer_than)
-        marks = self._state.marks
-        found.extend(snapshot.iteration if snapshot else None for snapshot in (marks.protected, marks.target))
-        return start
-
-    Checkpointer.restore = watched  # type: ignore[method-assign]
-    ended = train(rank, world_size, plan)
-    return ended, found
-
-
-@pytest.mark.slow
-def test_what_was_protected_before_a_restart_is_kept_until_a_newer_one_is(plan: Plan) -> None:
-    settings = {**plan.settings, "protect_timeout_secs": 1.0, "on_error": "continue"}
-    with spawn_ranks(train, 3, replace(plan, iterations=ENDLESS, settings=settings)) as ranks:
-        until(lambda: "protected" in names(plan))
-        os.kill(smp_pid(plan), signal.SIGSTOP)
-        until(lambda: "not_protected" in names(plan))
-        moved(plan, 10)
-        for rank in range(3):
-            ranks.kill(rank)
-    assert end_smp(folder(plan) / "n0", 20)
-    memory = survey(folder(plan), Modes())
-    assert 0 < memory.protected < memory.whole
-    for result in run_ranks(restored_targets, 3, replace(plan, iterations=20, settings=settings)):
-        ended, (protected, target) = result.value
-        assert protected == memory.protected and target == ended.start >= memory.whole and not ended.wrong
-
-
-def lost_sets(plan: Plan) -> list[tuple[set[str], set[str]]]:
-    """Every set of arenas, and every set of nodes, of a job."""
-    shards = [f"dp{rank}" for rank in range(len(plan.nodes))]
-    nodes = sorted(set(plan.nodes))
-    sets: list[tuple[set[str], set[str]]] = []
-    for count in range(len(shards) + 1):
-        sets += [(set(lost), set()) for lost in itertools.combinations(shards, count)]
-    for count in range(1, len(nodes)) if len(nodes) > 1 else ():
-        sets += [(set(), set(lost)) for lost in itertools.combinations(nodes, count)]
-    return sets
+def lost_sets(nodes: Sequence[str]) -> list[tuple[set[str], set[str]]]:
+    """Every set of arenas of a job on one node, or every set of nodes but all of them."""
+    if len(set(nodes)) == 1:
+        shards = [f"dp{rank}" for rank in range(len(nodes))]
+        return [(set(lost), set()) for n in range(len(nodes) + 1) for lost in itertools.combinations(shards, n)]
+    names = sorted(set(nodes))
+    return [(set(), set(lost)) for n in range(1, len(names)) for lost in itertools.combinations(names, n)]
 
 
 def train_until_protected(ranks: RankGroup, plan: Plan) -> None:
@@ -302,12 +166,10 @@ def kept(plan: Plan, root: Path, number: int) -> Plan:
 
 @pytest.mark.parametrize(
     ("protect", "nodes"),
-    [
-        pytest.param("node", "aaa", id="node"),
-        pytest.param("peer", "aabb", id="peer", marks=pytest.mark.slow),
-        pytest.param("replica,peer", "abc", id="replica+peer", marks=pytest.mark.slow),
-        pytest.param("node,copy", "aabb", id="node+copy", marks=pytest.mark.slow),
-    ],
+    by_default(
+        [("node", "aaa"), ("peer", "aabb"), ("replica,peer", "abc"), ("copy,peer", "abc")],
+        [("node", "aaa"), ("replica,peer", "abc")],
+    ),
 )
 def test_every_loss_of_a_small_job_is_survived_if_and_only_if_the_table_says_so(
     plan: Plan, protect: str, nodes: str
@@ -319,7 +181,7 @@ def test_every_loss_of_a_small_job_is_survived_if_and_only_if_the_table_says_so(
     for node in set(nodes):
         assert end_smp(folder(plan) / node, 20)
     outcomes = {}
-    for number, (shards, lost_nodes) in enumerate(lost_sets(plan)):
+    for number, (shards, lost_nodes) in enumerate(lost_sets(nodes)):
         again = kept(plan, folder(plan).parent / "copies", number)
         memory = survey(folder(again), modes)
         memory.lost_shards, memory.lost_nodes = set(shards), set(lost_nodes)
@@ -353,9 +215,6 @@ def check_restart(plan: Plan, memory: Any) -> bool:
     ("changes", "nodes", "text"),
     [
         ({"protect": "peer"}, "aaa", "protect: peer needs two nodes or more"),
-        ({"protect": "node"}, "abc", "protect: node needs two ranks or more on a node"),
-        ({"protect": "peer", "peer_group": 1}, "abc", "--ftckpt-peer-group: a group of 1 cannot protect anything"),
-        ({"protect": "peer", "peer_losses": 3}, "abc", "--ftckpt-peer-losses: 3 lost of a group of 3"),
         ({"secret_file": "/nowhere/secret"}, "aaa", "--ftckpt-secret-file: /nowhere/secret cannot be read"),
         ({"smp_listen": "192.0.2.1"}, "aaa", "--ftckpt-smp-listen: '192.0.2.1' cannot be listened at here"),
     ],

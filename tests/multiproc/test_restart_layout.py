@@ -34,7 +34,7 @@ from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.killing import die_at
 from tests.support.pool import RankFailure, RankResult, run_ranks
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
@@ -263,7 +263,7 @@ POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "half rebuilt": lambda rank, _: _at("ftckpt.restore.shard_reconstruction:ShardReconstruction.put", rank, 0),
     "rebuilt": lambda rank, _: _at("ftckpt.restore.repair:Repairer.run", rank, 0),
     "objects there": lambda rank, c: _at("test_restart_layout:State.load_reshaped", rank, None),
-    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas._free", rank, 0),
+    "old arenas set aside by one rank": lambda rank, _: _at("ftckpt.session.arenas:OldArenas.free", rank, 0),
     "one new arena": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas._create", rank, 1),
     "all new arenas": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas.open", rank, None),
     "sealed by one rank": lambda rank, c: _after_seal(rank, c, [0]),

@@ -18,8 +18,7 @@ import pytest
 
 from ftckpt.runner import notes
 from ftckpt.runner.preload import ForkServer, RefusedError
-from tests.support.launching import free_ports
-from tests.support.processes import command_line, is_running
+from tests.support.processes import command_line, free_ports, is_running
 from tests.support.running import READY, Running
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -71,25 +70,11 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "standalone": ("--standalone", "--nproc-per-node", "2", "train.py", "--lr", "1", "-m"),
-    "one node": ("--nproc_per_node=2", "--role", "r", "train.py"),
     "a module": ("--nproc-per-node", "1", "-m", "train", "word"),
     "static": ("--rdzv-backend", "static", "--master-port", "PORT", "--node-rank", "0", "./train.py"),
-    "c10d": (
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        "--rdzv-id",
-        "i",
-        "--nnodes",
-        "1:1",
-        "train.py",
-    ),
     "virtual local ranks": ("--nproc-per-node", "2", "--virtual-local-rank", "train.py", "${local_rank}"),
     "no python": ("--no-python", "python3", "train.py", "a"),
-    "run path": ("--run-path", "train.py", "a"),
     "logs": ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "0:3,1:1", "--tee", "1:1", "train.py"),
-    "filters": ("--nproc-per-node", "2", "--log-dir", "logs", "-t", "3", "--local-ranks-filter", "1", "train.py"),
 }
 
 
@@ -119,18 +104,6 @@ def test_a_worker_sees_what_it_sees_under_torchrun(name: str, tmp_path: Path) ->
     assert their_logs == our_logs and len(theirs) == len(ours) > 0
     for one, other in zip(theirs, ours, strict=True):
         assert differences(one, other) == {}
-
-
-def test_an_error_is_shown_as_torchrun_shows_it(tmp_path: Path) -> None:
-    shown = []
-    for launcher in ("torchrun", "ftckpt"):
-        here = tmp_path / launcher
-        with Running(here, "def fail():\n    return 1 / 0\n\nfail()\n", "train.py", launcher=launcher) as job:
-            assert job.end() == 1
-        trace = re.search(r"Traceback.*?ZeroDivisionError[^\n]*", job.output(), re.S)
-        assert trace is not None, job.output()
-        shown.append(trace[0].replace(str(here), "HERE"))
-    assert shown[0] == shown[1]
 
 
 @pytest.fixture(scope="module")
@@ -163,14 +136,6 @@ def test_forked_workers_draw_different_numbers(restarted: Running) -> None:
 def more(job: Running, attempt: int, rank: int) -> list[str]:
     """A number that numpy has drawn, and the name of the launcher run."""
     return (job.here / f"more-{attempt}-{rank}").read_text().split()
-
-
-def test_all_attempts_are_of_one_launcher_run(restarted: Running) -> None:
-    assert len({more(restarted, attempt, rank)[1] for attempt in (0, 1) for rank in (0, 1)}) == 1
-
-
-def test_a_forked_worker_writes_to_its_log(restarted: Running) -> None:
-    assert sorted(logs(restarted.here)) == [f"RUN/attempt_{n}/{rank}/stdout.log" for n in (0, 1) for rank in (0, 1)]
 
 
 ENDS = """
@@ -422,27 +387,6 @@ def test_a_script_that_fails_twice_alike_before_it_meets_others_is_not_started_a
         assert job.attempts() == starts, job.output()
 
 
-def test_a_script_that_is_not_there_is_started_once(tmp_path: Path) -> None:
-    with Running(tmp_path / "job", "", "--max-restarts", "3", "trian.py") as job:
-        assert job.end() == 1
-        assert job.output().count("'trian.py' does not exist") == 1
-
-
-PLAIN = """
-import argparse
-from ftckpt.config import Config, add_flags
-config, rest = Config.from_flags(sys.argv[1:])
-args = add_flags(argparse.ArgumentParser()).parse_args([])
-(here / f"flags-{rank}").write_text(json.dumps([config.interval, rest, args.ftckpt_interval, sys.argv[1:]]))
-"""
-
-
-def test_a_script_that_reads_flags_of_ftckpt_gets_them(tmp_path: Path) -> None:
-    with Running(tmp_path / "job", PLAIN, "train.py", "--lr", "1", "--ftckpt", "--ftckpt-interval", "7") as job:
-        assert job.end() == 0, job.output()
-        assert json.loads((job.here / "flags-0").read_text()) == [7, ["--lr", "1"], 7, ["--lr", "1"]]
-
-
 OF_TWO_NODES = """
 signal.signal(signal.SIGTERM, lambda *_: None)
 (here / f"start-{os.getpid()}").touch()
@@ -531,7 +475,7 @@ def test_a_worker_with_another_interpreter_is_not_forked(tmp_path: Path) -> None
     order = {"directory": str(tmp_path), "words": ["train.py"], "stdout": "", "stderr": "", "records": False}
     server = ForkServer(env, {**order, "extra": [], "left_out": []})
     try:
-        until(lambda: server.hear() or server.report, str(server.channel.is_closed))
+        until(lambda: server.receive() or server.report, str(server.channel.is_closed))
         for name in ("PYTHONSAFEPATH", "PYTHONWARNINGS"):
             with pytest.raises(RefusedError, match=name):
                 server.fork({**order, "env": {**env, name: "1"}})
@@ -540,26 +484,3 @@ def test_a_worker_with_another_interpreter_is_not_forked(tmp_path: Path) -> None
         assert server.fork({**order, "env": {**env, "OTHER": "1"}}).pid
     finally:
         server.close()
-
-
-def test_a_module_that_fails_in_the_server_alone_is_left_out_with_what_imports_it(tmp_path: Path) -> None:
-    here = tmp_path / "job"
-    site_packages(
-        here,
-        never="raise RuntimeError('in no process')",
-        in_ranks="import os\nif 'ROLE_RANK' not in os.environ: raise RuntimeError('no rank')",
-        uses_never="try:\n    import never\nexcept RuntimeError:\n    pass",
-        uses_both="import uses_never\ntry:\n    import in_ranks\nexcept Exception:\n    pass",
-    )
-    script = (
-        """
-before = {"in_ranks", "uses_both", "uses_never"} & {*sys.modules}
-import uses_both, uses_never, colorsys
-(here / f"before-{attempt}").write_text(" ".join(sorted(before)))
-"""
-        + TWICE
-    )
-    with Running(here, script, *TWO, "train.py") as job:
-        restart(job)
-        assert re.findall("modules are not preloaded \\((.*)\\)", job.output()) == ["in_ranks, ..."]
-        assert (job.here / "before-1").read_text() == "uses_never"

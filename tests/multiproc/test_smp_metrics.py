@@ -8,17 +8,13 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ftckpt.cli.job_nodes import nodes_here
-from ftckpt.memory.directory import clean_job, end_smp, node_directory
 from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.metrics import METRICS, PREFIX, full_name
-from tests.support import jobs
 from tests.support.smps import JOB, NODE, SmpSite, site_at
 from tests.support.waiting import until
 
@@ -123,41 +119,3 @@ def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: 
     assert site.log.count("cannot be written") == 1
     client.end()
     until(lambda: not site.files())
-
-
-def test_an_smp_that_stands_still_is_seen(site: SmpSite) -> None:
-    client = site.start()
-    client.configure(site.description(metrics_port="auto"))
-    url = client.hello()["metrics"]
-    assert scraped(url)[full_name("smp_silent_seconds"), ""] < 2
-    exporter = Exporter(JOB, NODE, dict, lambda text: None)
-    exporter._loop = -1  # asked by another thread than the loop, which never answers
-    exporter._stepped -= 100
-    (family,) = exporter.collect()
-    assert family.samples[0].value > 100
-
-
-@pytest.mark.slow
-def test_ranks_that_are_gone_leave_what_they_have_counted(settings: dict[str, Any], arena_root: Path) -> None:
-    # As many slots as iterations: none is left out while others are protected.
-    settings |= {"protect": "node", "metrics_port": "auto", "slots": 12}
-    assert all(map(jobs.killed, jobs.broken(4, jobs.Run(["--pp", "2"], 12, settings, end="die"))))
-    try:
-        (node,) = nodes_here(arena_root, "test", 10.0).nodes
-        assert node.smp is not None
-        found = {}
-        with urllib.request.urlopen(node.smp["metrics"], timeout=10) as reply:
-            for family in text_string_to_metric_families(reply.read().decode()):
-                found |= {(s.name, s.labels.get("rank", "")): s.value for s in family.samples}
-        assert found[full_name("ranks"), ""] == 0
-        written = sum(event["blocked_secs"] for event in jobs.events(settings, "snapshot") if event["rank"] == 2)
-        written += sum(event["blocked_secs"] for event in jobs.events(settings, "fence") if event["rank"] == 2)
-        for rank in map(str, range(4)):
-            assert found[full_name("rank_iteration"), rank] == 12
-            assert 10 <= found[full_name("rank_snapshots"), rank] <= 12
-            assert found[full_name("rank_copied_bytes"), rank] > 0
-        # What is told at the boundary is without the last fence.
-        assert found[full_name("rank_blocked_seconds"), "2"] == pytest.approx(written, abs=0.05)
-    finally:
-        assert end_smp(node_directory(arena_root, "test", "node"), 20)
-        clean_job(arena_root, "test")

@@ -7,17 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import ftckpt.torch
 from ftckpt.cli import status as status_of
-from ftckpt.cli.job_nodes import nodes_here
 from ftckpt.cli.main import main
 from ftckpt.cli.status import in_lines, job_status
 from ftckpt.config import Config
@@ -28,10 +24,8 @@ from ftckpt.memory.parity_file import list_parity
 from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
 from ftckpt.smp.client import SmpClient, find_or_start
-from tests.support.event_logs import logged
-from tests.support.pool import run_ranks
 from tests.support.protected import JOB, Job, build, file_groups, holdings
-from tests.support.smps import SECRET, start_smps
+from tests.support.smps import SECRET
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -47,27 +41,6 @@ def job(arena_root: Path) -> Job:
 
 def status(root: Path) -> dict[str, Any]:
     return job_status(root, JOB, 5.0)
-
-
-@pytest.mark.parametrize("as_json", [True, False])
-def test_who_watches_without_a_terminal_sees_each_status_at_once(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
-) -> None:
-    shown: list[str] = []
-
-    def looked(_: float) -> None:
-        shown.append(capsys.readouterr().out)
-        if len(shown) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(status_of.time, "sleep", looked)
-    words = ["status", JOB, "--watch", "3", "--arena", str(job.root), *(["--json"] if as_json else [])]
-    assert main(words) == 0
-    for text in shown:
-        if as_json:
-            assert text.count("\n") == 1 and json.loads(text)["whole"] == 6
-        else:
-            assert JOB in text and text.endswith("\n\n")
 
 
 def test_a_watch_outlives_the_job_and_ends_without_a_trace(
@@ -95,24 +68,9 @@ def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixt
     assert main(["status", JOB, "--arena", str(job.root)]) == 0
     out = capsys.readouterr().out
     assert out.endswith("a restart now takes iteration 6 from memory; rebuilding nothing; losing 2 iteration(s)\n")
-    assert "newest whole: iteration 6" in out and "no SMP runs" in out
+    assert "newest committed: iteration 6" in out and "no SMP runs" in out
     assert main(["status", f"{job.root}/ftckpt-{JOB}"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
-
-
-def test_marks_that_move_while_they_are_looked_at_are_told_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SMP answers a moment after its node's memory was read: table and text are of one of both."""
-    seen = nodes_here(job.root, JOB, 5.0)
-    covered = [{"time": 1e9 + at, "event": "covered", "iteration": at, "bytes": 5} for at in range(7, 10)]
-    later = {"pid": 1, "whole": {"iteration": 9, "age_secs": 0.1}, "events": covered}
-    moved = replace(seen, nodes=tuple(replace(node, smp=later) for node in seen.nodes))
-    monkeypatch.setattr(status_of, "nodes_here", lambda *_: moved)
-    said = status(job.root)
-    lines = list(in_lines(said))
-    assert said["whole"] == 9 and "newest whole: iteration 9, seen 0.1 s ago" in lines
-    events = lines[lines.index("the SMPs' last events:") + 1 :][:5]
-    assert all(line.endswith(" covered iteration 9, bytes 5") for line in events[-3:])
-    assert all(line.endswith(" covered iteration 8, bytes 5") for line in events[:2])
 
 
 def test_what_a_lost_node_held_is_rebuilt(job: Job) -> None:
@@ -138,7 +96,7 @@ def test_what_nobody_can_be_asked_for_is_not_called_lost(job: Job, capsys: pytes
 def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", "--arena", str(job.root)]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert table[0] == ["JOB", "NODES", "RANKS", "ITERATION", "WHOLE", "PROTECTED", "MEMORY"]
+    assert table[0] == ["JOB", "NODES", "RANKS", "ITERATION", "COMMITTED", "PROTECTED", "MEMORY"]
     assert table[1][:-2] == [JOB, "a,", "b,", "c", "0", "-", "6", "-"]
     assert main(["status", "nothing", "--arena", str(job.root)]) == 2
     assert f"no memory of job 'nothing' under {job.root}; jobs there: {JOB}" in capsys.readouterr().err
@@ -147,46 +105,6 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert not told.out and "none is not a directory" in told.err
     assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
     assert "--watch 0: " in capsys.readouterr().err
-
-
-def train_bare(rank: int, world_size: int, root: str) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
-    """A job that protects and stores nothing."""
-    start_smps()
-    told = logged()
-    model = torch.nn.Linear(4, 4)
-    settings = Config(enabled=True, job="bare", node="a", arena=root)
-    checkpointer = ftckpt.torch.attach(model, torch.optim.SGD(model.parameters(), 0.1), None, {}, settings)
-    assert checkpointer is not None
-    checkpointer.restore()
-    until(lambda: checkpointer._protection.smp_guards, "its node has an SMP all the same", 30.0)
-    checkpointer.step(3)
-    dist.barrier()
-    said = job_status(Path(root), "bare", 5.0)
-    dist.barrier()
-    checkpointer._snapshots.execute([checkpointer._state.turn_off("of no matter")])  # type: ignore[union-attr]
-    checkpointer.step(8)
-    dist.barrier()
-    off = job_status(Path(root), "bare", 5.0)
-    dist.barrier()
-    checkpointer.close()
-    return said, off, [path.name for path in Path(root).iterdir()], told
-
-
-def test_a_job_that_protects_nothing_is_seen(arena_root: Path) -> None:
-    ranks = [one.value for one in run_ranks(train_bare, 2, str(arena_root), stand_in=False)]
-    for said, off, *_ in ranks:
-        (node,) = said["nodes"]
-        assert (said["ranks"], said["iteration"]) == (2, 3) and node["smp"] is not None
-        assert {(one["rank"], one["lives"]) for one in node["trainers"]} == {(0, True), (1, True)}
-        lines = list(in_lines(said))
-        assert lines[0] == "job bare: 2 ranks train on 1 node(s), past iteration 3"
-        assert not node["problem"] and not said["protects"]
-        assert "newest protected: none: nothing is protected" in lines
-        behind = [[one["counts"]["whole_behind"] for one in seen["nodes"][0]["trainers"]] for seen in (said, off)]
-        assert behind == [[0, 0], [5, 5]], "of a job that takes no more snapshots it grows, too"
-    assert not ranks[0][2], "the leader of the node goes last"
-    (line,) = [line for line in ranks[0][3] if "protection: " in line]
-    assert "the loss of a node, or of one rank's memory, loses them all" in line
 
 
 @pytest.fixture

@@ -92,33 +92,6 @@ def test_a_restart_goes_on_bit_for_bit(name: str, settings: dict[str, Any]) -> N
     assert jobs.goes_on(functools.partial(outcomes, 1, setup), run, 3) == 3
 
 
-def roles(rank: int, world_size: int, setup: Setup) -> dict[str, set[str]]:
-    """Types of what is described, by role; and of weights that are left out."""
-    train_gpt = prepare(setup)
-    job = train_gpt.build(train_gpt.parse_args([*jobs.TINY]))
-    from ftckpt.megatron.state import MegatronState
-
-    pieces = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe().stepped
-    found: dict[str, set[str]] = {}
-    for piece in pieces:
-        role = "derived" if piece.derived_from is not None else piece.fragment.key.partition("/")[0]
-        found.setdefault(role, set()).add(piece.fragment.dtype)
-    return found
-
-
-@pytest.mark.parametrize(
-    "optimizer, kept",
-    [
-        (WHOLE_MASTERS, {"derived": {"BF16"}, "master": {"F32"}}),
-        (REMAINDERS, {"weight": {"BF16"}, "master_param": {"I16"}}),
-    ],
-    ids=["whole", "remainders"],
-)
-def test_masters_of_the_optimizer_are_known_as_masters(optimizer: dict[str, Any], kept: dict[str, set[str]]) -> None:
-    found = run_ranks(roles, 1, Setup(optimizer=optimizer))[0].value
-    assert found == {**kept, "exp_avg": {"F32"}, "exp_avg_sq": {"F32"}}
-
-
 def test_replicas_share_scales(settings: dict[str, Any]) -> None:
     setup, run = Setup(model=DELAYED), jobs.Run(["--pp", "2"], 4, settings)
     assert jobs.goes_on(functools.partial(outcomes, 4, setup), run, 2) == 2

@@ -1,29 +1,38 @@
-"""A script that ends without ``close()``: one line says what stays in memory, and how to remove it."""
+"""A script that ends without ``close()``: one line names what stays in memory, and how to remove it."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.mounting import in_memory
+
 pytestmark = pytest.mark.multiproc
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import sys
+# Each script is a fork, which ends as an interpreter does: importing torch would take most of the time.
+SCRIPTS = """
+import gc, importlib, json, os, sys, time
+from pathlib import Path
 import torch
 import torch.distributed as dist
-import ftckpt.torch
-from ftckpt import Config
+import ftckpt.torch, ftckpt.torch.geometry, ftckpt.torch.hooks, ftckpt.torch.state, torch._dynamo
+from ftckpt.capture import copier
+from ftckpt.config import Config
+from ftckpt.frameworks import launcher
+from ftckpt.session import missing_close
 
-def main(last, end):
+def train(arena, last, end):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    config = Config(enabled=True, job="j", node="n", arena=sys.argv[1], protect="none")
+    config = Config(enabled=True, job="j", node="n", arena=arena, protect="none")
     checkpointer = ftckpt.torch.attach(model, optimizer, config=config)
     for iteration in range((checkpointer.restore() or 0) + 1, last + 1):
         model(torch.ones(1, 4)).sum().backward()
@@ -31,36 +40,32 @@ def main(last, end):
         checkpointer.step(iteration)
     exec(end)
 
-main(int(sys.argv[2]), sys.argv[3])  # what it has made is gone when the process ends
+def under_a_runner(arena, end):
+    def main(argv):
+        importlib.reload(missing_close)  # a runner's script loads it, after the runner
+        job = missing_close.OpenJob(Config(job="j"))
+        job.begin(Path(arena), 3)
+        exec(end)
+        return 0
+
+    launcher.leave(main)
+
+def run(action, cases):
+    for name, arguments in cases.items():
+        if not (child := os.fork()):
+            os.dup2(os.open(f"{sys.argv[1]}/{name}", os.O_WRONLY | os.O_CREAT), 2)
+            action(*arguments)
+            sys.exit(0)
+        with open(f"{sys.argv[1]}/{name}", "a") as out:
+            out.write(f"\\nended: {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+
+gc.freeze()  # each end would search for garbage what torch has imported
+runners, scripts = json.loads(sys.argv[2])
+run(under_a_runner, runners)
+run(train, scripts)
 """
-
-
-def ended(arena: Path, last: int, end: str = "", about: str = "close()") -> tuple[int, list[str]]:
-    """The exit status, and the lines ``about`` something."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_", "FTCKPT"))}
-    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", SCRIPT, str(arena), str(last), end]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
-    return done.returncode, [line for line in done.stderr.splitlines() if about in line]
-
-
-def test_what_nobody_closes_is_told_at_each_end(arena_root: Path) -> None:
-    status, (line,) = ended(arena_root, 3)
-    assert status == 0 and f"'ftckpt clean j --arena {arena_root}'" in line and "after iteration 3:" in line
-    status, (again,) = ended(arena_root, 1)
-    assert status == 0 and "without a step" in again and "without a step" not in line
-    assert ended(arena_root, 3, "checkpointer.close()") == (0, []) and not list(arena_root.iterdir())
-
-
-def test_after_an_error_memory_stays_on_purpose(arena_root: Path) -> None:
-    assert ended(arena_root, 3, "raise ValueError('loss is nan')") == (1, [])
-
-
 COPYING = """
-from ftckpt.capture import copier
-
 def copy_for_long(*arguments):
-    import time
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         torch.ones(1).view(1)
@@ -69,12 +74,6 @@ copier.copy_chunk = copy_for_long
 optimizer.step()
 checkpointer.step(last + 1)
 """
-
-
-def test_a_script_that_ends_while_copies_are_under_way_ends_well(arena_root: Path) -> None:
-    assert ended(arena_root, 3, COPYING)[0] == 0
-
-
 FORGETTING = """
 for _ in range(60):
     optimizer.step()
@@ -85,37 +84,66 @@ try:
 except ftckpt.errors.ConfigError as error:
     print(error, file=sys.stderr)
 """
+RUNNERS = {"left": "pass", "status": "raise SystemExit(3)", "failed": "raise MemoryError", "closed": "job.close()"}
+CASES = {
+    "left": ("a", 3, ""),
+    "left again": ("a", 1, ""),
+    "closed": ("a", 3, "checkpointer.close()"),
+    "failed": ("b", 3, "raise ValueError('loss is nan')"),
+    "copying": ("c", 3, COPYING),
+    "forgetting": ("d", 0, FORGETTING),
+}
+Ended = dict[str, tuple[int, list[str]]]
 
 
-def test_what_a_script_forgets_is_told(arena_root: Path) -> None:
-    status, lines = ended(arena_root, 0, FORGETTING, "ftckpt")
-    told = [line for line in lines if "step() was never called" in line or "config=" in line]
-    assert status == 0 and len(told) == 3, lines
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Path]:
+    with in_memory() as root:
+        yield root
 
 
-UNDER_A_RUNNER = """
-from pathlib import Path
-from ftckpt.config import Config
-from ftckpt.frameworks import launcher
+@pytest.fixture(scope="module")
+def ended(arena: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """By case the exit status and the lines that were written."""
+    folder = tmp_path_factory.mktemp("ended")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_", "FTCKPT"))}
+    env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    for name in "abcd":
+        (arena / name).mkdir()
+    scripts = {name: (str(arena / where), *rest) for name, (where, *rest) in CASES.items()}
+    runners = {f"runner {name}": (str(arena), end) for name, end in RUNNERS.items()}
+    words = [sys.executable, "-c", SCRIPTS, str(folder), json.dumps([runners, scripts])]
+    subprocess.run(words, env=env, capture_output=True, timeout=200, check=True)
+    found: Ended = {}
+    for name in (*CASES, *runners):
+        *lines, last = (folder / name).read_text().splitlines()
+        found[name] = int(last.removeprefix("ended: ")), lines
+    return found
 
-def main(argv):
-    from ftckpt.session.missing_close import OpenJob
 
-    job = OpenJob(Config(job="j"))
-    job.begin(Path("/nowhere"), 3)
-    {end}
-    return 0
-
-launcher.leave(main)
-"""
+def about(ended: Ended, name: str, *words: str) -> tuple[int, list[str]]:
+    status, lines = ended[name]
+    return status, [line for line in lines if any(word in line for word in words)]
 
 
-@pytest.mark.parametrize(
-    ("end", "tells"),
-    [("pass", True), ("raise SystemExit(3)", False), ("raise MemoryError", False), ("job.close()", False)],
-)
-def test_under_a_runner_it_is_the_same(end: str, tells: bool, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    words = [sys.executable, "-c", UNDER_A_RUNNER.format(end=end)]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert ("ended without close()" in done.stderr) == tells, done.stderr
+def test_what_nobody_closes_is_told_at_each_end(ended: Ended, arena: Path) -> None:
+    status, (line,) = about(ended, "left", "close()")
+    assert status == 0 and f"'ftckpt clean j --arena {arena / 'a'}'" in line and "after iteration 3:" in line
+    status, (again,) = about(ended, "left again", "close()")
+    assert status == 0 and "without a step" in again and "without a step" not in line
+    assert about(ended, "closed", "close()") == (0, []) and not list((arena / "a").iterdir())
+    assert about(ended, "failed", "close()") == (1, []), "after an error memory stays on purpose"
+
+
+def test_a_script_that_ends_while_copies_are_under_way_ends_well(ended: Ended) -> None:
+    assert ended["copying"][0] == 0
+
+
+def test_what_a_script_forgets_is_told(ended: Ended) -> None:
+    status, lines = about(ended, "forgetting", "step() was never called", "config=")
+    assert status == 0 and len(lines) == 4, lines
+
+
+def test_under_a_runner_it_is_the_same(ended: Ended) -> None:
+    found = {name: bool(about(ended, f"runner {name}", "ended without close()")[1]) for name in RUNNERS}
+    assert found == {name: name == "left" for name in RUNNERS}

@@ -27,11 +27,9 @@ from ftckpt.session import save
 from ftckpt.session.checkpointer import Checkpointer
 from ftckpt.universal import safetensors, storage
 from ftckpt.universal.arenas import ArenaReader
-from ftckpt.universal.conversion import Options, convert
-from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
+from ftckpt.universal.universal_format import UniversalReader
 from tests.support.arenas import check_all
 from tests.support.errors import message_of
-from tests.support.jobs import TINY
 from tests.support.pool import run_ranks, spawn_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -160,7 +158,7 @@ def saved(rank: int, world_size: int, root: str) -> dict[str, Any]:
     train(checkpointer, state, [5])
     told["differ"] = message_of(lambda: checkpointer.save_universal(Path(root, "differ")))
     checkpointer.group.barrier()
-    capture = checkpointer._shard.capture if checkpointer._shard is not None else None
+    capture = checkpointer.capture
     assert capture is not None
     if rank == 3:
         check_all(checkpointer.node_dir)
@@ -215,112 +213,6 @@ def test_a_running_job_saves_what_any_layout_can_load(tmp_path: Path) -> None:
     arenas = ArenaReader([tmp_path / "arena" / "ftckpt-save"], iteration=4)
     assert arenas.catalog.derived == {"weight/wide": "BF16"}
     assert {f.key for f in arenas.catalog.fragments} == set(SHAPES)
-
-
-def trains(rank: int, world_size: int, root: str) -> int:
-    """Trains until it is told to stop, mostly without a pause."""
-    checkpointer, state = start(rank, f"{root}/arena")
-    checkpointer.restore()
-    iteration = 0
-    while iteration < 20000:
-        iteration += 1
-        train(checkpointer, state, [iteration])
-        # Windows for readers, longer and longer for slow ones.
-        time.sleep(0.4 + iteration / 100 if iteration % 4 == 0 else 0.0)
-        if b"stop" in checkpointer.group.gather(b"stop" if Path(root, "stop").exists() else b"go"):
-            break
-    checkpointer.close()
-    return iteration
-
-
-@pytest.mark.slow
-def test_of_a_job_that_runs_only_one_snapshot_is_read(tmp_path: Path) -> None:
-    (tmp_path / "arena").mkdir()
-    whole, refused = 0, set()
-    with spawn_ranks(trains, 4, str(tmp_path)) as group:
-        begin = time.monotonic()
-        while time.monotonic() < begin + 120 and (whole < 3 or time.monotonic() < begin + 4):
-            try:
-                read_live(tmp_path / "arena" / "ftckpt-save")
-                whole += 1
-            except ConvertError as error:
-                known = [text for text in ("moved on", "is complete", "no arena") if text in str(error)]
-                assert known, error
-                refused.add(known[0])
-        (tmp_path / "stop").touch()
-        results = group.wait(60)
-    assert results is not None and all(result.ok for result in results)
-    assert whole >= 3
-
-
-def read_live(path: Path) -> None:
-    source = ArenaReader([path])
-    try:
-        found = {key: torch.zeros(shape) for key, shape in SHAPES.items()}
-        for index, fragment in enumerate(source.catalog.fragments):
-            box = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
-            flat = found[fragment.key][box].reshape(-1)
-            flat[fragment.start : fragment.stop] = torch.from_numpy(source.read(index).copy()).view(torch.float32)
-            found[fragment.key][box] = flat.view(fragment.box.shape)
-        source.confirm()
-        for key, tensor in found.items():
-            assert torch.equal(tensor, value(key, source.catalog.iteration)), (key, source.catalog.iteration)
-        assert source.catalog.objects["shards"]["tp0-dp0"]["iteration"] == source.catalog.iteration
-    finally:
-        source.close()
-
-
-def megatron_saved(rank: int, world_size: int, root: str) -> list[tuple[list[Any], bytes]]:
-    """A real job: what its ranks hold when it saves, weights that are not copied included."""
-    import train_gpt
-
-    import ftckpt.megatron
-
-    args = train_gpt.parse_args([*TINY, "--tp", "2", "--pp", "2", "--swiglu", "--iterations", "2"])
-    job = train_gpt.build(args)
-    config = Config(
-        enabled=True, job="save", node=NODES[rank], arena=f"{root}/arena", protect="none", schedule="sync"
-    )
-    objects = {"data": job.data, "progress": job.progress}
-    job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
-    job.checkpointer.restore()
-    list(train_gpt.train(job))
-    job.checkpointer.save_universal(Path(root, "out"))
-    shard = job.checkpointer._shard
-    assert shard is not None
-    pieces = (*shard._described.stepped, *shard._described.volatile)
-    held = [(p.fragment.to_json(), p.tensor.detach().view(torch.uint8).numpy().tobytes()) for p in pieces]
-    job.checkpointer.close(remove=False)
-    return held
-
-
-def test_a_megatron_job_saves_what_its_ranks_hold(tmp_path: Path) -> None:
-    (tmp_path / "arena").mkdir()
-    results = run_ranks(megatron_saved, 4, str(tmp_path), timeout_secs=120)
-    loaded, source = read(tmp_path / "out")
-    compared: set[str] = set()
-    for result in results:
-        for value_of, data in result.value:
-            fragment = Fragment.from_json(value_of)
-            if fragment.key.startswith("local/"):
-                continue
-            tensor = loaded[fragment.key]
-            assert tuple(tensor.shape) == fragment.global_shape, fragment
-            box = tuple(slice(o, o + n) for o, n in zip(fragment.box.offset, fragment.box.shape, strict=True))
-            part = tensor[box].reshape(-1)[fragment.start : fragment.stop]
-            assert part.view(torch.uint8).numpy().tobytes() == data, fragment.name
-            compared.add(fragment.key)
-    assert compared == loaded.keys() and source.catalog.iteration == 2
-    roles = {key.partition("/")[0] for key in loaded}
-    assert {"weight", "master", "exp_avg", "exp_avg_sq", "step"} <= roles
-    assert len([key for key in loaded if key.startswith("weight/")]) == len(
-        [key for key in loaded if key.startswith("master/")]
-    )
-    assert list(source.catalog.objects["shards"]) == ["tp0-pp0-cp0-dp0", "tp0-pp1-cp0-dp0"]
-    convert(
-        ArenaReader([tmp_path / "arena" / "ftckpt-save"]), UniversalWriter(tmp_path / "converted"), Options(workers=2)
-    )
-    assert UniversalReader(tmp_path / "converted").manifest.tensors == source.manifest.tensors
 
 
 def killed(rank: int, world_size: int, root: str, point: tuple[int, str, int]) -> None:

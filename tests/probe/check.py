@@ -19,7 +19,8 @@ from tests.probe.lines import Lines, compare, farthest, join
 from tests.probe.program import Program
 from tests.probe.runs import Run, layouts, loaded, restored, rows, train
 from tests.probe.scenes import SAVED, Load, Scene
-from tests.support.processes import ARENA, ROOT, RunError
+from tests.support.processes import ARENA, RunError
+from tests.support.repository import ROOT
 
 _CONVERT_SECS = 300.0
 

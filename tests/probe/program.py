@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.probe.lines import Lines, resumed
 from tests.probe.scenes import Scene
-from tests.support.processes import ROOT
+from tests.support.repository import ROOT
 
 
 @dataclass(frozen=True)

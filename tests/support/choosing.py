@@ -1,4 +1,4 @@
-"""A job by its shards and their nodes, what protects it, and what a restart of it would choose without parity."""
+"""A job by its shards and their nodes, what protects it, and what a restart would choose; replica sets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.inventory import ArenaReport, Inventory, ParityReport, VerifiedPackage, take_inventory
 from ftckpt.memory.locations import OpenArenas, PackageAt, SlotAt
+from ftckpt.model.fragment import Fragment
+from ftckpt.model.replicas import Gather, Holdings, ReplicaSets, find_sharing
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.groups import Member, node_groups, peer_groups
 from ftckpt.parity.holding import ArenaLayout
@@ -30,7 +32,7 @@ def shield_of(
     packages: Mapping[str, PackageAt],
     has_parity: Callable[[Member], bool],
 ) -> SnapshotProtection:
-    """What protects a snapshot of these shards: parity of the members that have any, and a package of a shard."""
+    """Protection of a snapshot of these shards: parity of the members that have any, and a package of a shard."""
     groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
     parity = [
         ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
@@ -53,9 +55,35 @@ def decided(reports: Sequence[ArenaReport], topology: Topology, damaged: Collect
 
 
 def inventory_of(*folders: Path) -> Inventory:
-    """What lies in the directories of some nodes, which have the names of the nodes."""
+    """The inventory of some nodes' directories, which have the names of the nodes."""
     found = []
     for folder in folders:
         with closing(OpenArenas(folder)) as arenas:
             found.append(take_inventory(arenas, folder.name))
     return Inventory.join(found)
+
+
+def replica_sets(
+    gather: Gather,
+    rank: int,
+    num_ranks: int,
+    fragments: Sequence[Fragment],
+    contents: Callable[[Sequence[int]], Sequence[int]],
+) -> ReplicaSets:
+    """Find out together which ranks hold the same bits of the same fragments. Collective.
+
+    ``contents`` is called once on every rank, with indices into ``fragments``, and answers a 64-bit hash of the
+    bytes of each: only of fragments that several ranks hold. Messages per rank: that of ``find_sharing``; bytes and a
+    digest per group; what ``ReplicaMap.sets`` needs.
+    """
+    sharing = find_sharing(gather, rank, num_ranks, fragments)
+    holdings: Holdings | None = None
+
+    def summary() -> bytes:
+        nonlocal holdings
+        holdings = sharing.look(contents)
+        return holdings.summary()
+
+    summaries = gather(summary)
+    assert holdings is not None, "``gather`` raises where it failed"
+    return sharing.sets(gather, holdings, summaries)

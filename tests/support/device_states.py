@@ -1,4 +1,4 @@
-"""States, slots and flights for the tests of copies from a device."""
+"""States, slots, flights and captures for tests of copies from a device."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from ftckpt.capture import capture as capture_module
+from ftckpt.capture.capture import Capture
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, TellCopying, tell_nobody
 from ftckpt.capture.device_copier import DeviceCopier
-from ftckpt.schedule.bubbles import Always, Turn
+from ftckpt.memory.control_block import SlotState
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.schedule.bubbles import Always, Bubbles, Turn, WindowPlan
 from ftckpt.schedule.clock import DeviceClock, Moment
-from tests.support.fake_device import PAGE, SECS
+from ftckpt.schedule.iteration import IterationForecast
+from tests.support.fake_device import PAGE, SECS, FakeDevice
 
 CPU = torch.device("cpu")
 
@@ -51,7 +58,7 @@ def plan(
 
 
 def _strip(tensors: Sequence[torch.Tensor], piece: int, start: int, offset: int, nbytes: int) -> Segment:
-    """What of a tensor fits into one chunk from an element on; small tensors do not begin with the chunk."""
+    """The part of a tensor that fits into one chunk from an element on; small tensors do not begin with the chunk."""
     item = tensors[piece].element_size()
     offset += 3 * item if tensors[piece].nbytes < PAGE else 0
     numel = min(tensors[piece].numel() - start, nbytes // item)
@@ -148,3 +155,166 @@ def started(
     seen = Landings(copies, slot)
     copier.start(tensors, seen.flight, windows or Always())
     return seen
+
+
+SNAPSHOT = SnapshotId(b"l" * 16, 7)
+
+
+class Control:
+    """The control block's part in a capture: what was told of its one slot, in order."""
+
+    slots = 1
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.state = SlotState.EMPTY
+
+    def snapshot(self, _slot: int) -> SnapshotId | None:
+        return SNAPSHOT if self.state == SlotState.SEALED else None
+
+    def begin(self, _slot: int) -> None:
+        self._tell("begin", SlotState.WRITING)
+
+    def set_objects(self, _slot: int, nbytes: int, digest: int) -> None: ...
+
+    def seal(self, _slot: int, _snapshot: SnapshotId, hashed: bool) -> None:
+        self._tell("seal", SlotState.SEALED)
+
+    def void(self, _slot: int) -> None:
+        self._tell("void", SlotState.EMPTY)
+
+    def _tell(self, what: str, state: SlotState) -> None:
+        self.told.append(what)
+        self.state = state
+
+
+class DeviceSnapshots:
+    """A capture of ``live_state`` into one slot. ``copier`` is the device's, ``slot`` the bytes in host memory; the
+    last ``volatile`` chunks are of volatile state."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        windows: Any = None,
+        tensors: Sequence[torch.Tensor] = (),
+        settled: bool = True,
+        volatile: int = 0,
+    ) -> None:
+        self.tensors = list(tensors) or live_state()
+        self.boundary = [tensor.clone() for tensor in self.tensors]
+        self.copies, size = plan(self.tensors, 3 * PAGE, parity=not volatile)
+        self.slot, self.control = shared_slot(size), Control()
+        arena: Any = SimpleNamespace(
+            control=self.control,
+            image=SimpleNamespace(
+                num_stepped_chunks=len(self.copies) - volatile,
+                objects=SimpleNamespace(begin=0, end=PAGE, nbytes=PAGE),
+                manifest=None,
+            ),
+            slot=lambda _slot: memoryview(self.slot.numpy()),
+            slot_error=lambda _slot: None,
+            checks=None,
+            hash_chunk=lambda _slot, _chunk: 0,
+        )
+        monkeypatch.setattr(capture_module, "chunk_copies", lambda image, parts: self.copies)
+        pieces: Any = [
+            SimpleNamespace(tensor=tensor, counted=None, fragment=SimpleNamespace(key=str(at)))
+            for at, tensor in enumerate(self.tensors)
+        ]
+        self.copier = DeviceCopier(DeviceClock(CPU), own_stream=True)
+        self.capture = Capture(arena, pieces, [], self.copier, windows)
+        if settled:
+            assert self.copier.pin_now(SECS)
+        FakeDevice.now.copies = 0  # of the warm-up
+        FakeDevice.now.log.clear()
+
+    def begin(self) -> None:
+        self.capture.at_boundary()
+        self.capture.begin(SNAPSHOT, (), {})
+
+    def take(self) -> None:
+        """One snapshot, whole and sealed, with an optimizer's step behind its fence."""
+        self.boundary = [tensor.clone() for tensor in self.tensors]
+        self.begin()
+        self.capture.fence(SECS)
+        for tensor in self.tensors:
+            FakeDevice.now.compute.enqueue(lambda tensor=tensor: tensor.add_(1))
+        self.capture.settle(SECS)
+        FakeDevice.now.compute.synchronize()
+        assert self.control.told[-1] == "seal"
+        self.assert_boundary()
+
+    def assert_boundary(self) -> None:
+        assert_holds(self.slot, self.copies, self.boundary, begin=PAGE)  # the first page is that of the objects
+
+
+KINDS = ("start", "window", "forward", "window", "backward", "window", "forward", "tail", "fence", "optimizer")
+SECS_OF = (0.0, 3.0, 2.0, 2.0, 4.0, 0.0, 1.0, 1.0, 0.0, 1.0)
+"""Seconds of each place, in units of one copy. The windows take 6."""
+
+
+class Run:
+    """One iteration of training with a snapshot of ``num`` chunks, each of a page."""
+
+    def __init__(self, fake: FakeDevice, copier: DeviceCopier, slot: torch.Tensor, num: int) -> None:
+        self.fake, self.copier = fake, copier
+        self.tensors = [torch.arange(num * PAGE // 4, dtype=torch.float32)]
+        self.boundary = [self.tensors[0].clone()]
+        self.copies, _ = plan(self.tensors, PAGE)
+        self.slot, self.clock, self.bubbles = slot, DeviceClock(CPU), Bubbles(queued=True)
+        self.plan = WindowPlan.of(IterationForecast(KINDS, SECS_OF), PAGE, PAGE)
+        base = self.clock.mark()
+        self.marks = [base]
+        self.bubbles.begin(num * PAGE, self.plan)
+        self.bubbles.enter(0, "start", base)
+        self.seen = Landings(self.copies, slot, base)
+        self.flight = self.seen.flight
+
+    @property
+    def planned(self) -> list[int]:
+        """Chunks per place, if the iteration goes by the plan."""
+        left, chunks = len(self.copies) * PAGE, []
+        for place in range(len(KINDS)):
+            nbytes = self.plan.allowed(place, left)
+            left -= nbytes
+            chunks.append(nbytes // PAGE)
+        return chunks
+
+    @property
+    def done(self) -> list[int]:
+        """Chunks that the device copied at each place."""
+        chunks, place = [0] * len(KINDS), 0
+        for entry in self.fake.log:
+            if isinstance(entry, str):
+                place = int(entry)
+            else:
+                chunks[place] += 1
+        return chunks
+
+    def start(self) -> None:
+        self.copier.start(self.tensors, self.flight, self.bubbles)
+
+    def enter(self, places: range) -> None:
+        """The host passes these places, and the device has to do later what each takes."""
+        for place in places:
+            self.fake.compute_step(str(place))
+            mark = self.clock.mark()
+            self.marks.append(mark)
+            self.bubbles.enter(place, KINDS[place], mark)
+            self.fake.compute.enqueue(millis=SECS_OF[place])
+
+    def fence_and_step(self) -> None:
+        assert self.copier.fence(self.flight, SECS)
+        self.fake.compute.enqueue(self.tensors[0].zero_)
+
+    def finish(self) -> None:
+        self.fake.go.set()
+        self.seen.wait()
+        self.fake.compute.synchronize()
+        assert self.seen.arrived
+        assert_holds(self.slot, self.copies, self.boundary)
+        assert not self.tensors[0].any()
+
+
+def slot_for(num: int) -> torch.Tensor:
+    return shared_slot((num + 1) * PAGE)

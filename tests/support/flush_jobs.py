@@ -1,4 +1,4 @@
-"""Two nodes whose SMPs bring snapshots to storage: real duties, in threads of the test."""
+"""Two nodes whose SMPs bring snapshots to storage: real tasks, in threads of the test."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import checkpoints, claim, folder_of
+from ftckpt.persist.commit import checkpoints, claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.paths import Place
 from ftckpt.persist.shard_file import ShardFile
-from ftckpt.persist.shards import StoredSnapshot, files_of
+from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from tests.support.smp_nodes import Node, Smp, describe
 from tests.support.waiting import until
@@ -22,7 +22,7 @@ NODES = ("a", "b")
 
 
 class Job:
-    """Two nodes of two ranks, with duties of an SMP each that know where storage is."""
+    """Two nodes of two ranks, with the tasks of an SMP each, which know where storage is."""
 
     def __init__(self, root: Path, where: str, **settings: Any) -> None:
         self.where = where
@@ -69,7 +69,7 @@ class Job:
 
     def states(self, iteration: int) -> list[FlushState]:
         """How far both are with this snapshot."""
-        found = [smp.duties.flushing for smp in self.smps]
+        found = [smp.tasks.flushes.current for smp in self.smps]
         return [state for snapshot, state in found if snapshot is not None and snapshot.iteration == iteration]
 
     def settled(self, iteration: int, state: FlushState = FlushState.DONE) -> None:
@@ -111,8 +111,8 @@ def leftovers(where: str) -> list[str]:
     storage = FileStorage(where)
     named = {"latest", "owner.json"}
     for one in checkpoints(storage):
-        files = files_of(storage.read(one.manifest)) or ()
-        named |= {one.manifest, *(f"{folder_of(one.iteration)}/{name}" for name in files)}
+        shards = stored.shards.values() if (stored := committed(storage, one)) is not None else ()
+        named |= {one.manifest, *(f"{folder_of(one.iteration)}/{shard.file}" for shard in shards)}
     # Not by ``rglob``, which fails where a directory goes meanwhile.
     there = {os.path.relpath(Path(folder, name), where) for folder, _, names in os.walk(where) for name in names}
     return sorted(there - named)

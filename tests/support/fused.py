@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.config import Config
-from tests.support import apex, ds_jobs, jobs, te
-from tests.support.adapters.plain import TINY
+from tests.support import ds_jobs, jobs, te
+from tests.support.adapters import PLAIN_TINY
 
 CHECKOUT = "FTCKPT_TEST_CHECKOUT"
 _TE = "transformer_engine/pytorch/optimizers"
@@ -29,19 +29,19 @@ class Library:
     checkout: Path | None = None
 
     def install(self, experts: bool = False) -> type:
-        """In a process made for one test; Megatron is imported by its next user."""
+        """Install it in a process made for one test; Megatron is imported by its next user."""
         if self.name == "te":
             te.install(self._release(), self.checkout, experts)
             from transformer_engine.pytorch.optimizers import FusedAdam
         else:
-            apex.install(self.checkout)
+            te.install_apex(self.checkout)
             from apex.optimizers import FusedAdam
         kind: type = FusedAdam
         assert self.checkout is None or Path(inspect.getfile(kind)).is_relative_to(self.checkout)
         return kind
 
     def _release(self) -> str:
-        """Of Transformer Engine."""
+        """The release of Transformer Engine."""
         if self.checkout is None:
             return te.RELEASES[-1]
         version = (self.checkout / "build_tools/VERSION.txt").read_text()
@@ -49,7 +49,7 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """Those to test.
+    """The libraries to test.
 
     Raises:
         FileNotFoundError: what the environment names holds neither of them.
@@ -90,7 +90,7 @@ def train_with_deepspeed(
     rank: int, world_size: int, run: ds_jobs.Run, library: Library, options: dict[str, Any]
 ) -> jobs.Outcome:
     """The script gives the optimizer to ``deepspeed.initialize``."""
-    from tests.support.standin.tensor import install_tensor
+    from tests.support.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
@@ -102,7 +102,7 @@ def train_with_deepspeed(
 
 
 def _let_deepspeed_know(library: Library) -> None:
-    """It looks for Apex when it is imported, and has been."""
+    """DeepSpeed looks for Apex when it is imported, and has been."""
     if library.name == "apex":
         import apex as installed
         from deepspeed.runtime import engine
@@ -114,7 +114,7 @@ def _let_deepspeed_know(library: Library) -> None:
 
 def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, options: dict[str, Any]) -> jobs.Outcome:
     """``run`` of launch/train_plain.py, with the optimizer in the place of its own."""
-    from tests.support.standin.tensor import install_tensor
+    from tests.support.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
@@ -123,7 +123,7 @@ def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, opt
     import ftckpt.torch
 
     train_plain.build_optimizer = lambda args, parameters: kind(parameters, lr=args.lr, **options)
-    job = train_plain.build(train_plain.parse_args([*TINY, *run.argv, "--iterations", str(run.until)]))
+    job = train_plain.build(train_plain.parse_args([*PLAIN_TINY, *run.argv, "--iterations", str(run.until)]))
     start = None
     if run.settings is not None:
         config = Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})
@@ -137,5 +137,5 @@ def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, opt
 
 
 def steps(optimizers: Sequence[Any]) -> set[Any]:
-    """What groups that have parameters have counted."""
+    """The step counts of groups that have parameters."""
     return {group.get("step") for one in optimizers for group in one.param_groups if group["params"]}

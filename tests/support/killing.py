@@ -1,17 +1,20 @@
-"""A child of this process that is killed by SIGKILL at a step that can be chosen."""
+"""A process of a test that SIGKILL ends at a step that can be chosen, and system calls that fail."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import itertools
 import os
 import pathlib
 import signal
+import struct
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ftckpt.memory.record import Stores
 
@@ -58,21 +61,72 @@ def killed_at(step: int, action: Callable[[], None]) -> bool:
         os._exit(1)
 
 
-def die_at(dotted: str, nth: int = 1, *, after: bool = False) -> None:
-    """From now on SIGKILL ends this process at the ``nth`` call of a function, such as ``module:Class.method``."""
-    module, _, name = dotted.partition(":")
+def wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace a function, such as ``module:Class.method``, by ``wrapper`` of it; returns what puts it back."""
+    module, _, dotted = place.partition(":")
     owner: Any = importlib.import_module(module)
-    *classes, name = name.split(".")
+    *classes, name = dotted.split(".")
     for class_name in classes:
         owner = getattr(owner, class_name)
-    original, calls = getattr(owner, name), itertools.count(1)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrapper(original)))
+    return lambda: setattr(owner, name, original)
 
-    def dying(*args: Any, **options: Any) -> Any:
-        here = next(calls) == nth
-        result = None if here and not after else original(*args, **options)
-        if here:
+
+def at_calls(reached: Callable[..., None], after: bool = False) -> Callable[..., Callable[..., Any]]:
+    """A wrapper that calls ``reached`` with the positional arguments, before each call or after it."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if not after:
+                reached(*args)
+            result = original(*args, **options)
+            if after:
+                reached(*args)
+            return result
+
+        return wrapped
+
+    return wrapper
+
+
+def die_at(place: str, nth: int = 1, *, after: bool = False) -> None:
+    """From now on SIGKILL ends this process at the ``nth`` call of a function, such as ``module:Class.method``."""
+    calls = itertools.count(1)
+
+    def reached(*_: Any) -> None:
+        if next(calls) == nth:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)  # the kill comes when the call returns, at the latest
-        return result
 
-    setattr(owner, name, dying)
+    wrap(place, at_calls(reached, after))
+
+
+PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434
+"""Numbers that are the same on every architecture: they came after the tables were joined."""
+_NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 38, 22, 2
+_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+
+
+def fails_with(error: int) -> Callable[..., NoReturn]:
+    """A call of the system that gives this error, to be put in the place of one."""
+
+    def fail(*args: object, **_: object) -> NoReturn:
+        raise OSError(error, os.strerror(error), *(str(one) for one in args[:1] if isinstance(one, os.PathLike)))
+
+    return fail
+
+
+def forbid(error: int, *numbers: int) -> None:
+    """From now on these calls of this process, and of those it starts, fail with ``error``. There is no way back."""
+    program = [(_LOAD, 0, 0, 0)]  # the number of the call
+    for at, number in enumerate(numbers):
+        program.append((_EQUAL, len(numbers) - at, 0, number))
+    program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | error)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for arguments in ((_NO_NEW_PRIVS, 1, 0, 0, 0), (_SET_SECCOMP, _MODE_FILTER, head, 0, 0)):
+        if libc.prctl(*arguments):
+            raise OSError(ctypes.get_errno(), "prctl")

@@ -28,7 +28,7 @@ _LAYOUT = {
 class Model:
     """``config`` are fields of (MLA)TransformerConfig; ``vocabulary`` None pads 257 tokens for the layout.
 
-    ``grouped``: legacy grouped experts; ``mla``: multi-latent attention; ``sharded``: distributed optimizer.
+    ``grouped``: legacy grouped experts; ``mla``: multi-latent attention.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -36,8 +36,6 @@ class Model:
     mla: bool = False
     untied: bool = False
     vocabulary: int | None = 272
-    dtype: str = "float32"
-    sharded: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,19 +67,16 @@ def build(model: Model, layout: Mapping[str, int]) -> Built:
     """Chunks in DDP and their optimizer, on one rank; inside ``parallel``."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
 
     config = _config(model, layout)
-    bf16 = model.dtype == "bfloat16"
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=model.sharded)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     chunks = []
     for index in range(layout.get("vpp", 1)):
         gpt = _gpt(model, layout, config, index if layout.get("vpp", 1) > 1 else None)
-        gpt = Float16Module(config, gpt) if bf16 else gpt
         chunks.append(DistributedDataParallel(config, ddp, gpt, disable_bucketing=index > 0))
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, bf16=bf16, params_dtype=config.params_dtype,
-        use_distributed_optimizer=model.sharded,
+        optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
     )  # fmt: skip
     return Built(chunks, get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False), config)
 
@@ -98,12 +93,11 @@ def _config(model: Model, layout: Mapping[str, int]) -> Any:
         more["sequence_parallel"] = layout.get("tp", 1) > 1
     if model.grouped:
         stand_in_for_grouped_gemm()
-    dtype = getattr(torch, model.dtype)
     return kind(
         **{
             "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": FFN,
-            "hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": dtype, "pipeline_dtype": dtype,
-            "bf16": model.dtype == "bfloat16", "batch_p2p_comm": False, "gradient_accumulation_fusion": False,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.float32,
+            "pipeline_dtype": torch.float32, "batch_p2p_comm": False, "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False, "persist_layer_norm": False, "apply_rope_fusion": False,
             "overlap_p2p_comm": layout.get("vpp", 1) > 1,
             **{_LAYOUT[axis]: layout[axis] for axis in ("tp", "pp", "cp") if axis in layout},
@@ -184,7 +178,7 @@ def stand_in_for_grouped_gemm() -> None:
 
 
 def losses(built: Built) -> list[float]:
-    """Of each token of four fixed batches, later tokens too, without a step; none on ranks before the last stage."""
+    """Losses of each token of four fixed batches, without a step; none on ranks before the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import unwrap_model
 

@@ -1,12 +1,12 @@
-"""Small file systems in memory, which take root to mount."""
+"""Small file systems in memory and processes in namespaces of their own, both of which take root."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from ftckpt.memory.locks import holder_of
+from tests.support.repository import ROOT
+from tests.support.waiting import until
+
 _SHM = Path("/dev/shm")
 _CLONE_NEWNS = 0x20000  # of unshare(2): mounts of its own
-_SOURCE = re.compile(r"ftckpt-test-(\d+)-(\d+)")
-"""What is mounted, as /proc/mounts calls it: the pid that has mounted it and when that process began."""
+_SOURCE = "ftckpt-test-"
+"""With the pid of the test run the name that /proc/mounts gives to what it has mounted."""
 
 
 @contextmanager
@@ -25,10 +29,10 @@ def tmpfs(path: Path, size: str = "256m") -> Iterator[Path]:
     """A tmpfs of ``size`` at ``path``; the test is skipped where none can be mounted."""
     if os.geteuid():
         pytest.skip("mounting a small tmpfs needs root")
-    remove_leftovers()
+    _remove_leftovers()
     path.mkdir(parents=True, exist_ok=True)
-    source = f"ftckpt-test-{os.getpid()}-{_began(os.getpid())}"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", source, str(path)], check=False).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", f"{_SOURCE}{os.getpid()}", str(path)]
+    if subprocess.run(mount, check=False).returncode:
         pytest.skip("mounting is not allowed here")
     try:
         yield path
@@ -49,10 +53,25 @@ def in_memory() -> Iterator[Path]:
 
 
 def unmount_below(path: Path) -> None:
-    """Unmount what is mounted at ``path`` or below it; what is mounted cannot be deleted."""
-    for _, place in reversed(_mounts()):  # what was mounted last lies on top
+    """Unmount what tests have mounted at ``path`` or below it; what is mounted cannot be deleted."""
+    for _, place in _mounts():
         if place.is_relative_to(path):
             subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _remove_leftovers() -> None:
+    """Unmount what test runs that were killed have left mounted."""
+    for pid, place in _mounts():
+        if not Path(f"/proc/{pid}").exists():
+            subprocess.run(["umount", "-l", str(place)], check=False)  # another run may be at it, too
+            if place.is_relative_to(_SHM):
+                shutil.rmtree(_SHM / place.relative_to(_SHM).parts[0], ignore_errors=True)
+
+
+def _mounts() -> list[tuple[str, Path]]:
+    """Owner and place of all that tests have mounted; what was mounted last, and lies on top, comes first."""
+    rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return [(source.removeprefix(_SOURCE), Path(at)) for source, at, *_ in rows if source.startswith(_SOURCE)][::-1]
 
 
 def may_mount() -> bool:
@@ -73,33 +92,6 @@ def move_into_a_container(arena: Path, shares_memory: bool) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(arena)], check=True)
 
 
-def remove_leftovers() -> None:
-    """Unmount what test runs that were killed have left mounted, then delete their directories."""
-    for owner, place in reversed(_mounts()):
-        pid, began = map(int, owner)
-        # A pid alone may have gone to another process since.
-        if _began(pid) != began:
-            subprocess.run(["umount", "-l", str(place)], check=False)  # another run may be at it, too
-            if place.is_relative_to(_SHM):
-                shutil.rmtree(_SHM / place.relative_to(_SHM).parts[0], ignore_errors=True)
-
-
-def _mounts() -> list[tuple[tuple[str, str], Path]]:
-    """Owner and place of all that tests have mounted, in the order of mounting."""
-    rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    found = [(_SOURCE.fullmatch(source), Path(place)) for source, place, *_ in rows]
-    return [((match[1], match[2]), place) for match, place in found if match]
-
-
-def _began(pid: int) -> int:
-    """When the process began, in ticks since the boot; -1 where there is none."""
-    try:
-        # The name of the program comes second, in parentheses, and may hold anything.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError):
-        return -1
-
-
 def used(path: Path) -> int:
     """Bytes that are used on a file system."""
     status = os.statvfs(path)
@@ -110,3 +102,34 @@ def leave_free(path: Path, nbytes: int) -> None:
     """Make the tmpfs at ``path`` so small that ``nbytes`` are free, rounded to pages."""
     size = (used(path) + nbytes) // 4096 * 4096
     subprocess.run(["mount", "-o", f"remount,size={size}", str(path)], check=True)
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+from ftckpt.memory.locks import FileLock
+from ftckpt.memory.heartbeat import Heartbeat
+pulse = Heartbeat.open(Path(sys.argv[1]), 0, 5)
+locks = [FileLock(Path(path), 0, "it", "") for path in sys.argv[2:]]
+pulse.beat(7, "forward")
+print("up", flush=True)
+time.sleep(60)
+"""
+"""Rank 5, in the first place of a node, after iteration 7: the node's directory, and the locks that it holds."""
+
+
+@contextmanager
+def rank_elsewhere(node_dir: Path, *locks: Path) -> Iterator[subprocess.Popen[str]]:
+    """Rank 5 in a pid namespace of its own, which holds these locks, until the end of the block."""
+    spaces = ["unshare", "--pid", "--fork", "--kill-child"]
+    if os.geteuid() or subprocess.run([*spaces, "true"], check=False).returncode:
+        pytest.skip("a pid namespace of one's own needs root")
+    command = [*spaces, sys.executable, "-c", RANK, str(node_dir), *map(str, locks)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+            # Its child is ended by the kernel, a moment later.
+            until(lambda: all(holder_of(lock) is None for lock in locks))

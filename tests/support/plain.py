@@ -1,10 +1,10 @@
-"""A job without Megatron, for what only a few exact steps show: each rank holds one row and a weight."""
+"""A job without a framework: each rank holds one row and a weight. And a recorder in the place of a checkpointer."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class PlainState:
         pass
 
     def advance(self, iteration: int, value: float) -> None:
-        """What an optimizer does."""
+        """Write all state, as an optimizer does."""
         self.iteration = iteration
         self.row.fill_(value)
         self.master.fill_(value)
@@ -86,7 +86,7 @@ def iterate(checkpointer: Checkpointer, state: PlainState, iteration: int, offse
 
 
 def restarted(*args: Any, **options: Any) -> tuple[Checkpointer, PlainState]:
-    """As ``make``, with what there is restored."""
+    """``make``, restored from what there is."""
     checkpointer, state = make(*args, **options)
     checkpointer.restore()
     return checkpointer, state
@@ -119,7 +119,7 @@ def before_each_copy(action: Callable[[], None]) -> None:
 
 
 def die() -> None:
-    """As by kill -9."""
+    """SIGKILL to this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -128,3 +128,34 @@ def restored(rank: int, world_size: int, settings: dict[str, Any], nodes: list[s
     checkpointer, state = make(rank, world_size, settings, nodes)
     start = checkpointer.restore()
     return start, state.iteration, state.row.unique().tolist(), state.weight.unique().tolist()
+
+
+class Recorder:
+    """``log`` has a word for each call, in order; a place of the schedule by its kind."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.expected: tuple[tuple[str, ...], tuple[float, ...]] | None = None
+
+    def fence(self) -> None:
+        self.log.append("fence")
+
+    def phase(self, kind: str) -> None:
+        self.log.append(kind)
+
+    def pause(self) -> None:
+        self.log.append("pause")
+
+    def step(self, iteration: int) -> None:
+        self.log.append(f"step {iteration}")
+
+    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
+        self.expected = (tuple(kinds), tuple(lengths))
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def merged(log: Sequence[str]) -> list[str]:
+    """The log with consecutive reports of one place merged."""
+    return [word for index, word in enumerate(log) if index == 0 or word != log[index - 1]]

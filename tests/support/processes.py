@@ -1,19 +1,23 @@
-"""The processes of a run, by node: started, lost, and at last none of them is left."""
+"""Processes of tests: fresh interpreters, the processes of a run by node, and what /proc says of any."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
-ROOT = Path(__file__).resolve().parents[2]
 ARENA = Path("/dev/shm")
 STOP_SECS = 20.0
 
@@ -42,13 +46,12 @@ class Processes:
 
     @property
     def agents(self) -> list[subprocess.Popen[bytes]]:
-        """Those of nodes that were not lost."""
+        """Agents of nodes that were not lost."""
         return list(self._agents.values())
 
     def left(self, node: str = "") -> list[int]:
         """Process ids of agents, workers and SMPs that still run, of one node if it is named."""
-        wanted = {f"{_TOKEN_VAR}={self._token}"} | ({f"{NODE_VAR}={node}"} if node else set())
-        return [pid for pid in running() if wanted <= environment(pid)]
+        return started_with(f"{_TOKEN_VAR}={self._token}", *([f"{NODE_VAR}={node}"] if node else []))
 
     def lose(self, node: str) -> list[int]:
         """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
@@ -88,9 +91,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -109,6 +110,11 @@ def running() -> Iterator[int]:
             yield int(entry.name)
 
 
+def started_with(*variables: str) -> list[int]:
+    """Processes that run and have all of these in their environment, each with its value."""
+    return [pid for pid in running() if {*variables} <= environment(pid)]
+
+
 def environment(pid: int) -> set[str]:
     """The variables with which a process was started, each with its value; none once it has ended."""
     return {*_read(pid, "environ").split("\0")}
@@ -120,7 +126,7 @@ def command_line(pid: int) -> str:
 
 
 def mounts_of(pid: int) -> str:
-    """What names the mounts of a process; empty once it has ended."""
+    """The identity of a process's mounts; empty once it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt")
     except OSError:
@@ -152,3 +158,54 @@ def _read(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
     except OSError:
         return ""
+
+
+def in_child(action: Callable[[], bool]) -> bool:
+    """Whether ``action`` returns True in a fork of this process."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # it ends, whatever it waits for
+        code = 2
+        try:
+            code = 0 if action() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` to its end in a fresh interpreter, with more variables in its environment."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env={**os.environ, **env},
+        capture_output=True, text=True, timeout=secs, check=False,
+    )  # fmt: skip
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A fresh interpreter that runs ``code`` and has printed its first line, which is ``up``."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+@contextmanager
+def running_python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A ``python`` that is killed at the end of the block."""
+    process = python(code, *arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def free_ports(count: int) -> int:
+    """The first of ``count`` neighbouring ports that are free now. Another process may take one before it is used."""
+    for _ in range(100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = random.randrange(20000, 30000)
+            for index in range(count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", first + index))
+            return first
+    raise AssertionError("no free ports")

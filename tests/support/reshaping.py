@@ -1,22 +1,23 @@
-"""Megatron jobs in any layout whose state is a known function of key and place: every element can be compared."""
+"""Jobs of each framework in any layout whose state is a known function of key and place, so that every element can be
+compared after a restart in another layout."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import xxhash
+from torch import nn
 
 from ftckpt.config import Config
 from ftckpt.frameworks.tensors import flat, fragments
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
+from tests.support.ds_jobs import BASE, BF16, fp16, zero
 from tests.support.elements import positions
 from tests.support.jobs import TINY
 
@@ -27,164 +28,53 @@ EPSILON = 2.0**-20
 VOCABULARY = 257
 NOT_CARRIED = ("local/",)
 
-
-@dataclass(frozen=True)
-class Model:
-    """``argv`` are arguments of launch/train_gpt.py; ``mla`` and ``grouped`` what that script has no words for.
-
-    ``trains``: whether its forward runs on a CPU.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    mla: bool = False
-    grouped: bool = False
-    trains: bool = True
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Model("gpt-tied", ("--layers", "4", "--dropout", "0")),
-        Model(
-            "llama-gqa-untied",
-            ("--layers", "4", "--swiglu", "--kv-groups", "2", "--untie", "--sequence-parallel", "--dropout", "0"),
-        ),
-        Model("moe-sequential", ("--num-experts", "4", "--router-bias", "--swiglu")),
-        Model("moe-grouped", ("--num-experts", "4", "--swiglu"), grouped=True, trains=False),
-        Model("mla", ("--layers", "2", "--swiglu"), mla=True, trains=False),
-        Model("gpt-fp32", ("--precision", "fp32")),
-    )
+MEGATRON: dict[str, str] = {
+    "gpt-tied": "--layers 4 --dropout 0",
+    "llama-gqa-untied": "--layers 4 --swiglu --kv-groups 2 --untie --sequence-parallel --dropout 0",
+    "moe-sequential": "--num-experts 4 --router-bias --swiglu",
+    "gpt-fp32": "--precision fp32",
 }
+"""Models of launch/train_gpt.py. A layout is ``gpt-tied/tp2pp2dp2``; ``z`` in the end: without the distributed
+optimizer."""
+ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
+FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+"""What DeepSpeed compiles, which takes minutes: it counts its steps in numbers of Python's."""
+DEEPSPEED: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "fp32-dp2": (2, "", {}),
+    "fp32-dp4": (4, "", {}),
+    "fp32-zero1-dp2": (2, "", zero(1)),
+    "fp32-zero3-dp4": (4, "", zero(3, stage3_param_persistence_threshold=100)),
+    "fp16-dp2": (2, "", fp16(8)),
+    "fp16-zero2-dp3": (3, "", fp16(8) | zero(2)),
+    "zero1-dp2": (2, "", BF16 | zero(1)),
+    "zero1-dp3": (3, "", BF16 | zero(1)),
+    "zero2-dp4": (4, "", BF16 | zero(2)),
+    "zero2-offload-dp2": (2, "", BF16 | zero(2, offload_optimizer={"device": "cpu"})),
+    "zero3-dp1": (1, "", BF16 | zero(3)),
+    "zero3-dp4": (4, "", BF16 | zero(3, stage3_param_persistence_threshold=100)),
+    "bf16-optimizer-dp2": (2, "", BF16 | zero(1) | ACCUMULATION),
+    "zero3-tp2-dp2": (4, "--tp 2", BF16 | zero(3)),
+    "zero1-tp2-dp1": (2, "--tp 2", BF16 | zero(1)),
+    "pp2-dp2": (4, "--pp 2", BF16 | zero(1)),
+    "pp1-dp2": (2, "--pp 1", BF16 | zero(1)),
+    "pp4-dp1": (4, "--pp 4", BF16),
+    "pp2-tp2": (4, "--pp 2 --tp 2", BF16 | zero(1)),
+    "ep2": (2, "--num-experts 4 --ep 2", BF16 | zero(1)),
+    "ep1": (2, "--num-experts 4", BF16 | zero(2)),
+    "ep4": (4, "--num-experts 4 --ep 4", BF16),
+    "fused-zero1-dp2": (2, "", BF16 | zero(1) | FUSED),
+    "cpu-adam-zero3-dp4": (4, "", BF16 | zero(3, offload_optimizer={"device": "cpu"}, sub_group_size=500) | FUSED),
+}
+"""Ranks, arguments of train_deepspeed, and its configuration. Any other layout is one of plain torch: how the model
+is divided, and the number of ranks."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """``tp2pp2dp2`` and, after a colon, ``z``: without the distributed optimizer."""
-
-    text: str
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        found = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", self.text.partition(":")[0])}
-        return {axis: found.get(axis, 1) for axis in ("tp", "pp", "vpp", "cp", "ep", "dp")} | (
-            {"etp": found["etp"]} if "etp" in found else {}
-        )
-
-    @property
-    def distributed_optimizer(self) -> bool:
-        return "z" not in self.text.partition(":")[2]
-
-    @property
-    def world_size(self) -> int:
-        sizes = self.sizes
-        return sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"]
-
-    @property
-    def padded_vocabulary(self) -> int:
-        multiple = 8 * self.sizes["tp"]
-        return -(-VOCABULARY // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class Check:
-    """What a target found: ``problems`` in words, and how much it compared.
-
-    ``generators``: of each random generator, a digest of its state as the job seeded it, and after the restart.
-    """
-
-    problems: list[str]
-    start: int | None
-    elements: int
-    generators: dict[str, tuple[int, int]]
-    loss: float | None = None
-
-
-def build(layout: Layout, model: Model, seed: int, argv: Sequence[str] = ()) -> Any:
-    """The job of launch/train_gpt.py in a layout that script cannot name; torch.distributed must be ready."""
-    import train_gpt
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    sizes = layout.sizes
-    words = [f"--{axis}={sizes[axis]}" for axis in ("tp", "pp", "vpp", "ep")]
-    optimizer = [] if layout.distributed_optimizer else ["--no-distributed-optimizer"]
-    args = train_gpt.parse_args([*TINY, *model.argv, *words, *optimizer, "--iterations", "9", *argv])
-    mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=sizes["tp"],
-        pipeline_model_parallel_size=sizes["pp"],
-        virtual_pipeline_model_parallel_size=sizes["vpp"] if sizes["vpp"] > 1 else None,
-        context_parallel_size=sizes["cp"],
-        expert_model_parallel_size=sizes["ep"],
-        expert_tensor_parallel_size=sizes.get("etp"),
-        create_gloo_process_groups=False,
-    )
-    seed += 100 * mpu.get_pipeline_model_parallel_rank()
-    for seeded in (random.seed, np.random.seed, torch.manual_seed, model_parallel_cuda_manual_seed):
-        seeded(seed)
-    config = _config(train_gpt, args, model, sizes)
-    train_gpt.block_spec = lambda args, config, stage: _spec(train_gpt, model, config, stage)
-    chunks = train_gpt.build_model(args, config)
-    optimizer_ = train_gpt.build_optimizer(args, chunks)
-    scheduler = train_gpt.build_scheduler(args, optimizer_)
-    config.grad_scale_func = optimizer_.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
-    num_micro = args.global_batch // (args.micro_batch * sizes["dp"])
-    data = train_gpt.TextData(args.seq, args.seed)
-    return train_gpt.Job(args, config, chunks, optimizer_, scheduler, data, num_micro)
-
-
-def _config(script: Any, args: Any, model: Model, sizes: dict[str, int]) -> Any:
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    config = script.transformer_config(args)
-    changes: dict[str, Any] = {"context_parallel_size": sizes["cp"]}
-    if "etp" in sizes:
-        changes["expert_tensor_parallel_size"] = sizes["etp"]
-    if model.grouped:
-        changes |= {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": True}
-    if not model.mla:
-        return replace(config, **changes)
-
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
-    small = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
-    return MLATransformerConfig(**{**values, **changes, **small, "multi_latent_attention": True})
-
-
-def _spec(script: Any, model: Model, config: Any, stage: int | None) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.moe import experts
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-
-    if model.mla:
-        from megatron.core.transformer import multi_latent_attention
-
-        multi_latent_attention.TELinear = type("TELinear", (), {})  # compared with, and None without the engine
-    if model.grouped:  # what its forward needs cannot be installed here; nothing of it is called
-        experts.gg.assert_grouped_gemm_is_available = lambda: None
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=model.grouped,
-        moe_use_legacy_grouped_gemm=model.grouped,
-        multi_latent_attention=model.mla,
-        qk_layernorm=model.mla,
-    )
-    layer.submodules.input_layernorm = script.LayerNorm
-    layer.submodules.pre_mlp_layernorm = script.LayerNorm
-    attention = layer.submodules.self_attention.submodules
-    if model.mla:
-        attention.q_layernorm = attention.kv_layernorm = script.LayerNorm
-    if config.context_parallel_size > 1 or model.mla:  # Megatron's own wants Transformer Engine; it has no state
-
-        class NoAttention(torch.nn.Module):
-            def __init__(self, **_kwargs: Any) -> None:
-                super().__init__()
-
-        attention.core_attention = NoAttention
-    layers = get_num_layers_to_build(config, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=script.LayerNorm)
+def ranks_of(layout: str) -> int:
+    """The number of ranks of a layout."""
+    if layout in DEEPSPEED:
+        return DEEPSPEED[layout][0]
+    sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]*)(\d+)", layout.rpartition("/")[2])}
+    return int(np.prod([size for axis, size in sizes.items() if axis not in ("vpp", "ep")]))
 
 
 def expected(fragment: Fragment) -> npt.NDArray[np.float32]:
@@ -202,8 +92,7 @@ def expected(fragment: Fragment) -> npt.NDArray[np.float32]:
 
 def fill(described: Any) -> None:
     """Give every element its expected value."""
-    pieces = [*described.stepped, *described.volatile]
-    for piece in pieces:
+    for piece in [*described.stepped, *described.volatile]:
         if piece.tensor.is_floating_point() and not piece.fragment.key.startswith(NOT_CARRIED):
             piece.tensor.copy_(torch.from_numpy(expected(piece.fragment)))
 
@@ -227,116 +116,293 @@ def wrong(described: Any, rows: int) -> tuple[list[str], int]:
     return problems, compared
 
 
-def parameters_wrong(job: Any, rows: int) -> list[str]:
-    """Whole parameters of the model, those that other ranks own and gathered among them, against what they are."""
-    from megatron.core.utils import unwrap_model
-
-    from ftckpt.megatron.geometry import place_tensors
-
-    problems = []
-    places = place_tensors([unwrap_model(chunk) for chunk in job.model]).parameters
-    for parameter, placed in places.items():
-        for fragment, view in fragments(placed, "weight", flat(parameter), 0):
-            wanted = torch.from_numpy(expected(fragment)).to(view.dtype)
-            same = (view == wanted).numpy()
-            if "word_embeddings" in fragment.key or "output_layer" in fragment.key:
-                same = same | (positions(fragment) >= rows * fragment.global_shape[1])
-            if not same.all():
-                problems.append(f"parameter {fragment.name}: {int((~same).sum())} of {len(same)} differ")
-    return problems
-
-
-def attach(job: Any, settings: dict[str, Any], nodes: Sequence[str], rank: int) -> Any:
-    import ftckpt.megatron
-
-    config = Config(enabled=True, node=nodes[rank % len(nodes)], **{"protect": "none", "interval": 1, **settings})
-    objects = {"data": job.data, "progress": job.progress}
-    job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
-    return job.checkpointer
-
-
-def epsilon(group: dict[str, Any]) -> float:
-    """A hyperparameter that no scheduler sets, other for each kind of parameters."""
-    return EPSILON * (1 + float(group["wd_mult"]))
-
-
-def leave(rank: int, world_size: int, source: Layout, model: Model, settings: dict[str, Any]) -> str:
-    """Leave a snapshot of the known state in ``source``'s layout; returns nothing but problems."""
-    from ftckpt.megatron.state import MegatronState
-
-    job = build(source, model, seed=1234)
-    fill(MegatronState(job.model, job.optimizer, job.scheduler, {}).describe())
-    checkpointer = attach(job, settings, ["node"], rank)
-    assert checkpointer.restore() is None
-    for group in job.optimizer.param_groups:
-        group["eps"] = epsilon(group)
-    job.scheduler.num_steps = 24
-    job.data.consumed_samples = job.progress.consumed_samples = CONSUMED
-    job.iteration = ITERATION
-    checkpointer.step(ITERATION)
-    checkpointer.close(remove=False)
-    return ""
-
-
-Case = tuple[Layout, dict[str, Any]]
-
-
-def arrive(rank: int, world_size: int, source: Layout, model: Model, cases: Sequence[Case]) -> list[Check]:
-    """Restore in each of several layouts of one size, one after the other, and compare everything."""
-    return [_arrive(rank, source, model, case) for case in cases]
-
-
-def _arrive(rank: int, source: Layout, model: Model, case: Case) -> Check:
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    import ftckpt.megatron
-    from ftckpt.megatron.state import MegatronState, derive_rng, save_rng
-
-    layout, settings = case
-    megatron_random.get_cuda_rng_tracker().reset()
-    job = build(layout, model, seed=4321)
-    job.scheduler.num_steps = 8  # of a script that has advanced it
-    seeded = save_rng()
-    checkpointer = attach(job, settings, ["node", "other", "other"], rank)
-    start = checkpointer.restore()
-    generators = save_rng()
-    rows = min(source.padded_vocabulary, layout.padded_vocabulary)
-    described = MegatronState(job.model, job.optimizer, job.scheduler, {}).describe()
-    problems, compared = wrong(described, rows)
-    problems += parameters_wrong(job, rows)
-    problems += _wrong_objects(job)
-    if digests(generators) != digests(derive_rng(seeded, ITERATION)):
-        problems.append("generators are not those that follow from the seeds and the iteration")
-    loss = _train(job, checkpointer) if model.trains and layout.sizes["cp"] == 1 else None
-    checkpointer.close()
-    ftckpt.megatron.remove()
-    before, after = digests(seeded), digests(generators)
-    return Check(problems, start, compared, {name: (before[name], after[name]) for name in before}, loss)
-
-
-def digests(generators: dict[str, Any]) -> dict[str, int]:
-    """By the names of generators, of the state of each but torch's own: the stand-in for a device draws from that."""
-    flat = {**generators, **generators["tracker"]}
-    del flat["torch"], flat["tracker"]
-    return {name: xxhash.xxh3_64_intdigest(objects.encode({"": state})) for name, state in flat.items()}
-
-
-def _train(job: Any, checkpointer: Any) -> float | None:
-    """One iteration more, with a snapshot: hooks, optimizer and data must go together in the new layout."""
-    import train_gpt
-
-    loss: float | None = train_gpt.train_step(job)["loss"]
-    checkpointer.step(job.iteration)
-    return loss
-
-
-def _wrong_objects(job: Any) -> list[str]:
-    found = {
-        "scheduler": job.scheduler.num_steps,
-        "data": job.data.consumed_samples,
-        "progress": (job.progress.iteration, job.progress.consumed_samples),
-        "eps": [group["eps"] for group in job.optimizer.param_groups],
-    }
-    wanted: dict[str, Any] = {"scheduler": 24, "data": CONSUMED, "progress": (ITERATION, CONSUMED)}
-    wanted["eps"] = [epsilon(group) for group in job.optimizer.param_groups]
+def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Names and values that are not as wanted."""
     return [f"{name} is {found[name]}, not {wanted[name]}" for name in found if found[name] != wanted[name]]
+
+
+def job_of(layout: str, settings: dict[str, Any], purpose: str, argv: str = "") -> Any:
+    """A job in ``layout``, attached and restored. ``purpose``: to ``leave`` a snapshot of the known state, to
+    ``arrive`` from one, or to ``train``."""
+    kind = DeepSpeedJob if layout in DEEPSPEED else MegatronJob if "/" in layout else PlainJob
+    return kind(layout, {"enabled": True, "protect": "none", **settings}, purpose, argv.split())
+
+
+class MegatronJob:
+    """The example job of launch/train_gpt.py."""
+
+    noise = 5e-3
+    """Relative; products of bf16 numbers are summed in another order."""
+
+    def __init__(self, layout: str, settings: dict[str, Any], purpose: str, argv: list[str]) -> None:
+        import train_gpt
+
+        import ftckpt.megatron
+        from ftckpt.megatron.state import save_rng
+
+        if purpose == "train":
+            train_gpt.NUM_TOKENS = 288  # no padding in any layout: rows of padding take part in the softmax
+            argv += ["--dropout", "0"]
+        model, _, sizes = layout.partition("/")
+        words = [f"--{axis}={n}" for axis, n in re.findall(r"([a-z]+)(\d+)", sizes) if axis != "dp"]
+        words += ["--no-distributed-optimizer"] * sizes.endswith("z")
+        words += ["--iterations", "99", "--seed", "4321" if purpose == "arrive" else "1234"]
+        args = train_gpt.parse_args([*TINY, *MEGATRON[model].split(), *words, *argv])
+        self.job = job = train_gpt.build(args)
+        self._step = train_gpt.train_step
+        if purpose == "leave":
+            fill(self.describe())
+        if purpose == "arrive":
+            job.scheduler.num_steps = 8  # of a script that has advanced it
+        self._seeded = save_rng()
+        config = Config(interval=1, **settings)
+        job.checkpointer = ftckpt.megatron.attach(
+            job.model, job.optimizer, job.scheduler, {"data": job.data, "progress": job.progress}, config=config
+        )
+        self.start = job.checkpointer.restore()
+        self._restored = save_rng()
+        job.iteration = self.start or 0
+
+    @staticmethod
+    def rows(layout: str) -> int:
+        """Of the vocabulary, with its padding."""
+        found = re.search(r"tp(\d+)", layout)
+        multiple = 8 * (int(found[1]) if found else 1)
+        return -(-VOCABULARY // multiple) * multiple
+
+    def describe(self) -> Any:
+        from ftckpt.megatron.state import MegatronState
+
+        return MegatronState(self.job.model, self.job.optimizer, self.job.scheduler, {}).describe()
+
+    def snapshot(self) -> None:
+        """As if it had trained."""
+        for group in self.job.optimizer.param_groups:
+            group["eps"] = self._epsilon(group)
+        self.job.scheduler.num_steps = 24
+        self.job.data.consumed_samples = self.job.progress.consumed_samples = CONSUMED
+        self.job.iteration = ITERATION
+        self.job.checkpointer.step(ITERATION)
+
+    def problems(self, source: str, layout: str) -> tuple[list[str], int]:
+        """All that is not as in the snapshot of ``source``, and the number of elements that were compared."""
+        from ftckpt.megatron.state import derive_rng
+
+        job, rows = self.job, min(self.rows(source), self.rows(layout))
+        problems, compared = wrong(self.describe(), rows)
+        problems += self._wrong_parameters(rows)
+        groups = job.optimizer.param_groups
+        found = {
+            "scheduler": job.scheduler.num_steps,
+            "data": job.data.consumed_samples,
+            "progress": (job.progress.iteration, job.progress.consumed_samples),
+            "eps": [group["eps"] for group in groups],
+            "generators": _digests(self._restored),
+        }
+        wanted = {
+            "scheduler": 24,
+            "data": CONSUMED,
+            "progress": (ITERATION, CONSUMED),
+            "eps": [self._epsilon(group) for group in groups],
+            "generators": _digests(derive_rng(self._seeded, ITERATION)),
+        }
+        return problems + differing(found, wanted), compared
+
+    def _wrong_parameters(self, rows: int) -> list[str]:
+        """Whole parameters of the model that differ, among them those that other ranks own and gathered."""
+        from megatron.core.utils import unwrap_model
+
+        from ftckpt.megatron.geometry import place_tensors
+
+        problems = []
+        places = place_tensors([unwrap_model(chunk) for chunk in self.job.model]).parameters
+        for parameter, placed in places.items():
+            for fragment, view in fragments(placed, "weight", flat(parameter), 0):
+                wanted = torch.from_numpy(expected(fragment)).to(view.dtype)
+                same = (view == wanted).numpy()
+                if "word_embeddings" in fragment.key or "output_layer" in fragment.key:
+                    same = same | (positions(fragment) >= rows * fragment.global_shape[1])
+                if not same.all():
+                    problems.append(f"parameter {fragment.name}: {int((~same).sum())} of {len(same)} differ")
+        return problems
+
+    @staticmethod
+    def _epsilon(group: dict[str, Any]) -> float:
+        """A hyperparameter that no scheduler sets, other for each kind of parameters."""
+        return EPSILON * (1 + float(group["wd_mult"]))
+
+    def train(self) -> float | None:
+        """One iteration more, with a snapshot; the loss, of the last stage."""
+        loss: float | None = self._step(self.job)["loss"]
+        self.job.checkpointer.step(self.job.iteration)
+        return loss
+
+    @property
+    def iteration(self) -> int:
+        return int(self.job.iteration)
+
+    def close(self, remove: bool) -> None:
+        self.job.checkpointer.close(remove=remove)
+
+
+def _digests(generators: dict[str, Any]) -> dict[str, int]:
+    """By the names of generators, of the state of each but torch's own: the stand-in for a device draws from that."""
+    states = {**generators, **generators["tracker"]}
+    del states["torch"], states["tracker"]
+    return {name: xxhash.xxh3_64_intdigest(objects.encode({"": state})) for name, state in states.items()}
+
+
+class DeepSpeedJob:
+    """The example job of launch/train_deepspeed.py, restored as soon as it is made."""
+
+    noise = 1e-4
+    """Relative; products of fp32 numbers are summed in another order."""
+
+    def __init__(self, layout: str, settings: dict[str, Any], purpose: str, argv: list[str]) -> None:
+        from tests.support.standin import deepspeed as standin
+
+        standin.install()
+        import train_deepspeed
+
+        import ftckpt.deepspeed  # noqa: F401 - before the script registers its data
+
+        _, sizes, of_layout = DEEPSPEED[layout]
+        small = "--layers 4 --hidden 16 --heads 4 --seq 16 --iterations 99 --dropout 0"
+        args = train_deepspeed.parse_args([*small.split(), *sizes.split(), *argv])
+        purposes: dict[str, dict[str, Any]] = {
+            "leave": {"gradient_accumulation_steps": 2},
+            "arrive": {"gradient_accumulation_steps": 1},
+            "train": {"train_batch_size": 8, "gradient_accumulation_steps": "none", "bf16": "none"},
+        }
+        whole = {**BASE, **of_layout, **purposes[purpose], "ftckpt": settings}
+        self.job = train_deepspeed.build(args, {name: value for name, value in whole.items() if value != "none"})
+        self.engine = self.job.engine
+        self.start = self.engine.global_steps or None
+        self._step = train_deepspeed.train_step
+        if purpose == "leave":
+            fill(self.describe())
+
+    def describe(self) -> Any:
+        from ftckpt.deepspeed.state import DeepSpeedState
+
+        return DeepSpeedState(self.engine, {}).describe()
+
+    def snapshot(self) -> None:
+        """As if it had trained."""
+        from ftckpt.deepspeed import optimizers
+        from ftckpt.deepspeed.active_engine import door
+
+        with torch.no_grad():
+            optimizers.spread(self.engine.optimizer)
+        inner = optimizers.inner(self.engine.optimizer)
+        for group in inner.param_groups:
+            group["eps"] = EPSILON
+        for state in inner.state.values():
+            if isinstance(state.get("step"), int):
+                state["step"] = int(STEP)
+        self.engine.global_steps, self.engine.micro_steps = ITERATION, 2 * ITERATION
+        self.job.data.consumed_samples = CONSUMED
+        door.checkpointer.step(ITERATION)
+
+    def problems(self, source: str, layout: str) -> tuple[list[str], int]:
+        """All that is not as in the snapshot, and the number of elements that were compared."""
+        from ftckpt.deepspeed import optimizers
+
+        problems, compared = wrong(self.describe(), 1 << 30)
+        inner, engine = optimizers.inner(self.engine.optimizer), self.engine
+        found = {
+            "eps": {group["eps"] for group in inner.param_groups},
+            "steps": {state["step"] for state in inner.state.values() if isinstance(state.get("step"), int)},
+            "data": self.job.data.consumed_samples,
+            "counters": (engine.global_steps, engine.micro_steps),
+        }
+        wanted = {
+            "eps": {EPSILON},
+            "steps": {STEP} if found["steps"] else set(),
+            "data": CONSUMED,
+            "counters": (ITERATION, engine.gradient_accumulation_steps() * ITERATION),
+        }
+        return problems + differing(found, wanted), compared
+
+    def train(self) -> float:
+        """One iteration more, with a snapshot."""
+        return float(self._step(self.job)["loss"])
+
+    @property
+    def iteration(self) -> int:
+        return int(self.engine.global_steps)
+
+    def close(self, remove: bool) -> None:
+        from ftckpt.deepspeed.active_engine import door
+
+        if remove:
+            self.engine.destroy()
+        else:
+            door.checkpointer.close(remove=False)
+
+
+class PlainJob:
+    """A model of a user's own, wrapped as ``layout`` says."""
+
+    def __init__(self, layout: str, settings: dict[str, Any], purpose: str, argv: list[str]) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.nn.parallel import DistributedDataParallel
+
+        import ftckpt.torch
+
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 5), nn.Linear(5, 1))
+        self._kind = layout.rstrip("0123456789x")
+        sizes = tuple(int(size) for size in re.findall(r"\d+", layout.removeprefix(self._kind)))
+        if self._kind == "ddp":
+            model = DistributedDataParallel(model)
+        elif self._kind in ("fsdp", "hsdp"):
+            names = ("replica", "shard")[-len(sizes) :]
+            fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        elif self._kind == "tp":
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=None), "2": RowwiseParallel()})
+            fully_shard(model, mesh=mesh["dp"])
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self._scheduler = torch.optim.lr_scheduler.StepLR(self._optimizer, 2)
+        if purpose == "leave":  # before anything can take it for a write without a fence
+            fill(self.describe())
+            for buffer in model.buffers() if self._kind == "ddp" else ():
+                buffer.add_(dist.get_rank())  # the first replica's count
+        self._checkpointer: Any = ftckpt.torch.attach(model, self._optimizer, self._scheduler, {}, Config(**settings))
+        self.start = self._checkpointer.restore()
+
+    def describe(self) -> Any:
+        from ftckpt.torch.state import PlainState
+
+        return PlainState(self._model, self._optimizer, None, {}).describe()
+
+    def snapshot(self) -> None:
+        """As if it had trained."""
+        self._scheduler.last_epoch = ITERATION
+        self._optimizer.param_groups[0]["eps"] = EPSILON
+        self._checkpointer.fence()
+        self._checkpointer.step(ITERATION)
+
+    def problems(self, source: str, layout: str) -> tuple[list[str], int]:
+        """All that is not as in the snapshot, and the number of elements that were compared."""
+        problems, compared = wrong(self.describe(), 1 << 30)
+        found = {"scheduler": self._scheduler.last_epoch, "eps": self._optimizer.param_groups[0]["eps"]}
+        return problems + differing(found, {"scheduler": ITERATION, "eps": EPSILON}), compared
+
+    def train(self) -> float:
+        """One iteration more, with a snapshot."""
+        if self._kind == "tp":  # its batch norm has no parallel form
+            return 1.0
+        loss = self._model(torch.randn(4, 6)).square().sum()
+        loss.backward()
+        self._optimizer.step()
+        self._scheduler.step()
+        self._checkpointer.step(ITERATION + 1)
+        return float(loss.detach())
+
+    def close(self, remove: bool) -> None:
+        self._checkpointer.close(remove=remove)

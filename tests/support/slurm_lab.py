@@ -1,27 +1,29 @@
-"""A Slurm cluster of two nodes on this machine: real daemons of Debian's packages, under root.
-
-Each node has mounts of its own: a /dev/shm that nobody else has, and names of both nodes in /etc/hosts. A node has
-eight GPUs for which empty files stand, so that scripts which ask for them are scheduled. What a step has started ends
-with it (``proctrack/cgroup``), as on most clusters.
-"""
+"""A Slurm cluster of two nodes on this machine, and a small job on it."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import command_line, mounts_of, running
-from tests.support.s3_server import free_ports
+from ftckpt.cli.main import main
+from tests.support.processes import command_line, free_ports, mounts_of, running
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 NODES = ("node0", "node1")
@@ -99,7 +101,7 @@ class SlurmLab:
         self._stop()
 
     def call(self, *command: str, timeout_secs: float = 30.0) -> str:
-        """What a client prints."""
+        """The output of a client."""
         run = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_secs, check=False)
         assert run.returncode == 0, f"{command}: {run.stderr}{self.logs()}"
         return run.stdout.strip()
@@ -114,12 +116,12 @@ class SlurmLab:
         return run.stdout.strip()
 
     def out(self) -> str:
-        """What the job has printed."""
+        """The output of the job."""
         path = self.root / "out"
         return path.read_text() if path.exists() else ""
 
     def state(self, job: str) -> str:
-        """Of a job, empty when it has ended and is forgotten."""
+        """The state of a job, empty when it has ended and is forgotten."""
         jobs = dict(line.split() for line in self.call("squeue", "-h", "-o", "%i %T").splitlines())
         return jobs.get(job, "")
 
@@ -139,10 +141,10 @@ class SlurmLab:
 
     def _configure(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        port, *node_ports = free_ports(1 + len(NODES))
+        port = free_ports(1 + len(NODES))
         lines = [
             f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={node_port} CPUs=64 RealMemory=2000 "
-            "Gres=gpu:8 State=UNKNOWN\n" for node, node_port in zip(NODES, node_ports, strict=True)
+            "Gres=gpu:8 State=UNKNOWN\n" for node, node_port in zip(NODES, (port + 1, port + 2), strict=True)
         ]  # fmt: skip
         # Control groups are named by node and job: a cluster beside this one would end what is named the same.
         first_job = 1 + secrets.randbelow(1 << 25)
@@ -188,7 +190,7 @@ class SlurmLab:
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def idle(self) -> int:
-        """How many nodes are."""
+        """The number of idle nodes."""
         command = ["sinfo", "-h", "-N", "-p", "lab", "-t", "idle", "-o", "%N"]
         return len(subprocess.run(command, env=self.env, capture_output=True, check=False).stdout.split())
 
@@ -214,3 +216,87 @@ class SlurmLab:
                 child.kill()
                 child.wait(10)
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+_MODEL = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2"]
+
+
+class SlurmJob:
+    """Two ranks on each of two nodes that train until they are stopped; storage gets what the end brings there alone.
+
+    Without a script all four ranks are under one torchrun in a step of a batch script that has nothing else.
+    """
+
+    NAME = "life"
+
+    def __init__(
+        self,
+        lab: SlurmLab,
+        script: str = "a100.sbatch",
+        options: Sequence[str] = ("--time=30", "--requeue"),
+        persists: bool = True,
+    ) -> None:
+        self.lab, self.log, self.stored = lab, lab.root / "log.jsonl", lab.root / "stored"
+        self.stored.mkdir(exist_ok=True)
+        env = {
+            "FTCKPT_DEVICE": "tests.support.standin:cpu", "FTCKPT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+            "FTCKPT_RESTARTS": "3",
+            "GLOO_SOCKET_IFNAME": "lo", "FTCKPT_SAVE_SECS": "30", "FTCKPT_WAIT_SECS": "10", "FTCKPT_PAUSE_SECS": "1",
+        }  # fmt: skip
+        storage = {"persist": str(self.stored), "persist-interval": "1000000"}
+        ftckpt = {"layouts": "tp1pp1", "interval": "1", **(storage if persists else {})}
+        flags = [word for name, value in ftckpt.items() for word in (f"--ftckpt-{name}", value)]
+        training = ["launch/train_gpt.py", *_MODEL, "--iterations", "1000000", "--log-file", str(self.log)]
+        training = [*training, "--ftckpt", *flags]
+        command = [f"launch/{script}", "--nodes", "1:2", "--nproc", "2", "--job", self.NAME, *training]
+        if not script:
+            step = shlex.join(["srun", "bash", "launch/torchrun.sh", "--nproc", "4", "--job", self.NAME, *training])
+            command = ["--wrap", f"{step}; sleep 600"]
+        nodes = "--nodes=2" if script else "--nodes=1"
+        self.number = lab.submit([nodes, *options], command, ROOT, env)
+        self._read = 0
+
+    @property
+    def iteration(self) -> int:
+        """The last one that was trained."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return int(json.loads(lines[-1])["iteration"]) if lines else 0
+
+    def memory(self, *nodes: str) -> list[Path]:
+        """The job's memory on some nodes."""
+        return [path for node in nodes for path in self.lab.memory(node).glob(f"ftckpt-{self.NAME}*")]
+
+    def saved(self) -> int:
+        """The iteration that a restart would take from storage, every byte read."""
+        with redirect_stdout(StringIO()) as told:
+            assert main(["verify", str(self.stored)]) == 0
+        return int(told.getvalue().split()[-1])
+
+    def smps(self) -> list[int]:
+        """Processes of the SMPs."""
+        return sorted(pid for node in NODES for pid in self.lab.pids(node, "-m ftckpt.smp"))
+
+    def runs(self) -> float:
+        """When it began to run, which it does soon: time since the epoch, in seconds."""
+        until(lambda: self.lab.state(self.number) == "RUNNING", self.lab.logs)
+        return time.time()
+
+    def ends(self, within_secs: float) -> None:
+        until(lambda: self.lab.state(self.number) not in ("RUNNING", "COMPLETING"), self.lab.logs, within_secs)
+
+    def trains_beyond(self, iteration: int) -> None:
+        until(lambda: self.iteration >= iteration, self.lab.logs, 120)
+
+    def says(self, text: str, within_secs: float = 120) -> re.Match[str]:
+        """Wait for output that matches ``text`` and comes after the last match."""
+        found: re.Match[str] | None = None
+
+        def look() -> bool:
+            nonlocal found
+            found = re.search(text, self.lab.out()[self._read :])
+            return found is not None
+
+        until(look, lambda: f"{text}{self.lab.logs()}", within_secs)
+        assert found is not None
+        self._read += found.end()
+        return found

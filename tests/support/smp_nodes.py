@@ -1,4 +1,4 @@
-"""Nodes with arenas that tests write as trainers do, and the duties of their SMPs over real TCP."""
+"""Nodes with arenas that tests write as trainers do, and the tasks of their SMPs over real TCP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import num_blocks, stripes
-from ftckpt.smp.channel import Deadlines, Trust
+from ftckpt.smp.channel import Deadlines, Delivery, Trust
+from ftckpt.smp.requests import BytesRequest
 from ftckpt.smp.server import Server
 from ftckpt.smp.task_queue import TaskQueue
 from ftckpt.units import rate
@@ -125,8 +126,8 @@ class Node:
             found += [check.state for check in checks if check is not None and check.snapshot.iteration == iteration]
         return found
 
-    def covered(self, iteration: int) -> bool:
-        return self.states(iteration) == [CheckState.COVERED] * len(self.arenas)
+    def encoded(self, iteration: int) -> bool:
+        return self.states(iteration) == [CheckState.ENCODED] * len(self.arenas)
 
     def checked(self, iteration: int) -> bool:
         states = self.states(iteration)
@@ -186,20 +187,22 @@ def describe(
 
 
 class Smp:
-    """Duties of one node in a thread of this process."""
+    """Tasks of one node in a thread of this process."""
 
     def __init__(self, node: Node, deadlines: Deadlines = QUICK) -> None:
         self.node, self.events = node, Seen()
-        self.duties = TaskQueue(node.dir, self.events, deadlines)
-        self.duties.trains = False  # checksums of all that is sealed, where no mark says what is whole
-        self.server = Server({}, find=self.duties.service.find, events=self.events, deadlines=deadlines)
+        self.tasks = TaskQueue(node.dir, self.events, deadlines)
+        self.tasks.trains = False  # checksums of all that is sealed, where no mark says what is whole
+        self.find = self.tasks.service.find  # a test may put its own in front
+        self.asked: list[BytesRequest] = []
+        self.server = Server({}, find=self._find, events=self.events, deadlines=deadlines)
         self.port = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.failures: list[BaseException] = []
         self.looks = self._idle_looks = 0
-        self._look = self.duties._look
-        self.duties._look = self._counted_look  # type: ignore[method-assign]
+        self._scan = self.tasks.scan
+        self.tasks.scan = self._counted_scan  # type: ignore[method-assign]
 
     def listen(self, secret: str = SECRET) -> int:
         self.port = self.server.listen("127.0.0.1", Trust(bytes.fromhex(secret)))
@@ -207,9 +210,9 @@ class Smp:
 
     def configure(self, description: dict[str, Any]) -> None:
         """As the daemon takes a description over."""
-        self.duties.configure(description)
+        self.tasks.configure(description)
         if self.server.port:
-            self.server.listen("127.0.0.1", self.duties.trust)
+            self.server.listen("127.0.0.1", self.tasks.trust)
 
     def start(self) -> Smp:
         self._thread = threading.Thread(target=self._run)
@@ -224,13 +227,13 @@ class Smp:
         self._stop.clear()
         self._thread = None
 
-    def cover(self, slot: int, iteration: int) -> None:
-        """A snapshot of its node becomes the target, and is covered; its loop runs from then on."""
+    def encode(self, slot: int, iteration: int) -> None:
+        """A snapshot of its node becomes the target, and is encoded; its loop runs from then on."""
         self.node.snapshot(slot, iteration)
         self.node.target(iteration)
         if self._thread is None:
             self.start()
-        until(lambda: self.node.covered(iteration), "covered")
+        until(lambda: self.node.encoded(iteration), "encoded")
 
     def settle(self, looks: int = 4) -> None:
         """Until it has looked so many times more, and found nothing to do: what it has not done it will not do."""
@@ -245,17 +248,21 @@ class Smp:
     def end(self) -> None:
         """It answers nobody any more, and does nothing."""
         self.server.close()
-        self.duties.close()
+        self.tasks.close()
 
-    def _counted_look(self) -> None:
-        self._look()
+    def _counted_scan(self) -> None:
+        self._scan()
         self.looks += 1
+
+    def _find(self, request: BytesRequest) -> AbstractContextManager[Delivery | None]:
+        self.asked.append(request)
+        return self.find(request)
 
     def _run(self) -> None:
         while not self._stop.is_set():
             before = self.looks
             try:
-                if not self.duties.step(time.monotonic() + 0.05):
+                if not self.tasks.step(time.monotonic() + 0.05):
                     self._idle_looks += self.looks - before
                     time.sleep(0.005)  # as the daemon, which looks at its socket meanwhile
             except BaseException as error:  # noqa: BLE001 - told by close
@@ -264,7 +271,7 @@ class Smp:
 
 
 class SmpProcess:
-    """Duties of one node in a process of its own, which a test kills or stops."""
+    """Tasks of one node in a process of its own, which a test kills or stops."""
 
     def __init__(self, node: Node, port: int = 0) -> None:
         code = "import sys; from tests.support import smp_nodes; smp_nodes.child(*sys.argv[1:])"
@@ -300,17 +307,17 @@ class SmpProcess:
 
 def child(node_dir: str, port: str) -> None:
     """The process of ``SmpProcess``: one description per line."""
-    duties = TaskQueue(Path(node_dir), Seen(), QUICK)
-    duties.trains = False
-    server = Server({}, find=duties.service.find, events=Seen(), deadlines=QUICK)
+    tasks = TaskQueue(Path(node_dir), Seen(), QUICK)
+    tasks.trains = False
+    server = Server({}, find=tasks.service.find, events=Seen(), deadlines=QUICK)
     print(server.listen("127.0.0.1", Trust(bytes.fromhex(SECRET)), int(port)), flush=True)
     given: list[dict[str, Any]] = []
     threading.Thread(target=_read_descriptions, args=(given,), daemon=True).start()
     while True:
         if given:
-            duties.configure(given.pop(0))
+            tasks.configure(given.pop(0))
             print("configured", flush=True)
-        if not duties.step(time.monotonic() + 0.05):
+        if not tasks.step(time.monotonic() + 0.05):
             time.sleep(0.005)  # as the daemon, which looks at its socket meanwhile
 
 

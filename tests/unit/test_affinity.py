@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture import affinity
-from ftckpt.capture.affinity import Locality, format_cores, locality, numa_node_of, parse_cores, pin, run_on
+from ftckpt.capture.affinity import Locality, format_cores, locality, numa_node_of, parse_cores, pin
 
 CORES = st.sets(st.integers(0, 300), min_size=1)
 
@@ -34,23 +33,6 @@ def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_written_list_reads_as_the_same_cores(wanted: set[int]) -> None:
     text = format_cores(wanted)
     assert parse_cores(text) == wanted
-
-
-@given(st.text("0123456789-, x", max_size=12) | st.text(max_size=12))
-def test_any_text_is_a_list_of_cores_or_an_error(text: str) -> None:
-    try:
-        found = parse_cores(text)
-    except ValueError as error:
-        assert str(error)
-    else:
-        assert found and parse_cores(format_cores(found)) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "found"), [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), ("3,1-2,2", {1, 2, 3}), ("007", {7}), ("5-5", {5})]
-)
-def test_lists(text: str, found: set[int]) -> None:
-    assert parse_cores(text) == found
 
 
 @pytest.mark.parametrize("text", ["3-0", "0-99999999999", "123456", "", "1,", "-1", "0-3-5", "1 2", "1\n", "١"])
@@ -79,44 +61,6 @@ def test_the_numa_node_of_a_device(
     device.mkdir(parents=True)
     (device / "numa_node").write_text(content)
     assert numa_node_of(torch.device("cuda", 0)) == node
-
-
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_where_there_is_one_numa_node_nothing_is_near(
-    sysfs: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
-) -> None:
-    monkeypatch.setattr(affinity, "numa_node_of", lambda device: 0)
-    for node in range(nodes, 4):
-        shutil.rmtree(sysfs / f"devices/system/node/node{node}")
-    near = locality(torch.device("cuda", 0))
-    allowed = {0, 1, 2, 3, 8, 9, 10, 11} & os.sched_getaffinity(0)
-    assert near == (Locality() if nodes == 1 else Locality(allowed, 0))
-
-
-def test_what_is_run_on_cores_says_and_raises_what_it_does() -> None:
-    own = os.sched_getaffinity(0)
-    core = max(own)
-    assert run_on({core}, lambda: os.sched_getaffinity(0)) == {core}
-    assert run_on(None, threading.get_ident) == threading.get_ident()
-    with pytest.raises(ZeroDivisionError):
-        run_on({core}, lambda: 1 // 0)
-    assert os.sched_getaffinity(0) == own
-
-
-def test_an_unknown_numa_node_is_no_error(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert numa_node_of(torch.device("cpu")) is None
-    if not torch.cuda.is_available():
-        assert numa_node_of(torch.device("cuda", 0)) is None
-    fake_properties(monkeypatch, pci_bus_id=1)  # older versions tell no domain
-    assert numa_node_of(torch.device("cuda", 0)) is None
-    fake_properties(monkeypatch, pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
-    assert numa_node_of(torch.device("cuda", 0)) is None  # a container that hides the bus
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device")
-def test_the_numa_node_of_a_real_device_exists_or_is_unknown() -> None:
-    node = numa_node_of(torch.device("cuda", 0))
-    assert node is None or Path(f"/sys/devices/system/node/node{node}").is_dir()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -150,8 +94,3 @@ def test_a_refused_pin_is_a_warning(wanted: set[int], caplog: pytest.LogCaptureF
         assert pin(wanted) is False
     assert caplog.text
     assert os.sched_getaffinity(0) == before
-
-
-def test_no_wish_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_setaffinity")
-    assert pin(None) is True

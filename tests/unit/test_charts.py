@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -58,13 +58,6 @@ def test_both_writers_have_them_at_the_interval_of_megatron(writers: Writers) ->
     assert [iteration for _, iteration in writers.wandb] == [3, 6]
 
 
-def test_a_rank_without_writers_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
-    asked: list[int] = []
-    Charts(SimpleNamespace()).draw(cast(Any, SimpleNamespace(numbers=lambda who: asked.append(1))), 1)
-    assert not asked
-
-
 def test_a_writer_that_fails_is_left_alone(writers: Writers, caplog: pytest.LogCaptureFixture) -> None:
     writers.full = True
     draw(Charts(SimpleNamespace(tensorboard_log_interval=1)), 5)
@@ -94,14 +87,3 @@ def test_numbers_are_of_the_time_since_they_were_asked_for() -> None:
     assert numbers.report("charts", 21, None, None)["snapshots"] == 0, "who comes later begins with what was told"
     numbers.took(1)
     assert [numbers.report(who, 21, None, None)["snapshots"] for who in ("charts", "")] == [1, 1]
-
-
-def test_how_many_intervals_a_mark_is_behind() -> None:
-    numbers, at = RankNumbers(), lambda iteration: SnapshotId(b"l" * 16, iteration)
-    behind = []
-    for iteration, whole, protected in (
-        (101, None, None), (140, None, None), (150, at(140), None), (199, at(140), at(120)), (50, at(40), None),
-    ):  # fmt: skip
-        numbers.passed(iteration, 10, whole, protected)
-        behind.append((numbers.counts[HeartbeatGauge.WHOLE_BEHIND], numbers.counts[HeartbeatGauge.PROTECTED_BEHIND]))
-    assert behind == [(0, 0), (3, 3), (1, 4), (5, 7), (1, 0)]

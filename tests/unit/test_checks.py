@@ -12,18 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
-from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.errors import ArenaError, CorruptError, MismatchError
 from ftckpt.memory.checks import Check, Checks, CheckState, checks_bytes
 from ftckpt.memory.record import Stores
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.smp.encode import take_back
 from tests.support.errors import raises
 from tests.support.waiting import until
 
@@ -71,12 +69,12 @@ def assert_tells(found: Check | None, state: CheckState, lineage: bytes, iterati
     assert found.chunk_hashes.tolist() == hashes_of(iteration).tolist()
 
 
-def test_checked_then_covered_as_readers_see_it(arena_root: Path, writer: Checks, reader: Checks) -> None:
+def test_checked_then_encoded_as_readers_see_it(arena_root: Path, writer: Checks, reader: Checks) -> None:
     assert [reader.read(slot) for slot in range(SLOTS)] == [None, None]
     check(writer, 1, NEW, 3)
     assert_tells(reader.read(1), CheckState.CHECKED, NEW, 3)
-    writer.store_covered(1, (SnapshotId(NEW, 3), 30))
-    assert_tells(reader.read(1), CheckState.COVERED, NEW, 3)
+    writer.store_encoded(1, (SnapshotId(NEW, 3), 30))
+    assert_tells(reader.read(1), CheckState.ENCODED, NEW, 3)
     assert reader.read(0) is None
     check(writer, 1, NEW, 5)
     assert_tells(reader.read(1), CheckState.CHECKED, NEW, 5)
@@ -103,23 +101,23 @@ def test_the_file_is_private_and_whole(arena_root: Path) -> None:
     assert [file.name for file in arena_root.iterdir()] == ["checks"]
 
 
-def test_what_is_covered_must_be_what_was_checked(writer: Checks) -> None:
+def test_what_is_encoded_must_be_what_was_checked(writer: Checks) -> None:
     three, four = SnapshotId(NEW, 3), SnapshotId(NEW, 4)
     others = [(0, (three, 30)), (1, (SnapshotId(OLD, 3), 30)), (1, (four, 30)), (1, (three, 31))]
     for slot, seal_id in [(1, (three, 30)), *others]:
         with raises(ArenaError, "CHECKED", "iteration"):
-            writer.store_covered(slot, seal_id)
+            writer.store_encoded(slot, seal_id)
         check(writer, 1, NEW, 3)
     assert_tells(writer.read(1), CheckState.CHECKED, NEW, 3)
 
 
-def test_what_was_checked_is_there_at_every_store_that_takes_covered_back(
+def test_what_was_checked_is_there_at_every_store_that_revokes_encoded(
     writer: Checks, reader: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the trainer takes no checksums there are no others: what is hashed anew might be wrong by then."""
     for slot in range(2):
         check(writer, slot, OLD, slot + 1)
-        writer.store_covered(slot, (SnapshotId(OLD, slot + 1), 10 * (slot + 1)))
+        writer.store_encoded(slot, (SnapshotId(OLD, slot + 1), 10 * (slot + 1)))
     store, seen = Stores.store, list[bool]()
 
     def told(self: Stores, offset: int, data: bytes | memoryview) -> None:
@@ -128,7 +126,7 @@ def test_what_was_checked_is_there_at_every_store_that_takes_covered_back(
         seen.append(found is not None and found.chunk_hashes.tolist() == hashes_of(1).tolist())
 
     monkeypatch.setattr(Stores, "store", told)
-    take_back([(SimpleNamespace(checks=writer), SimpleNamespace(slot=0))])  # type: ignore[list-item]
+    writer.drop_encoded(0)
     assert seen and all(seen)
     assert_tells(reader.read(0), CheckState.CHECKED, OLD, 1)
 
@@ -140,7 +138,7 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(writer: Checks, reader:
         for iteration in range(1, 4000):
             check(writer, 1, NEW, iteration)
             if iteration % 3 == 0:
-                writer.store_covered(1, (SnapshotId(NEW, iteration), 10 * iteration))
+                writer.store_encoded(1, (SnapshotId(NEW, iteration), 10 * iteration))
         ended.set()
 
     thread = threading.Thread(target=write)
@@ -210,33 +208,6 @@ def test_another_version_is_a_mismatch(arena_root: Path) -> None:
         opened(arena_root)
     new_checks(arena_root).close()
     opened(arena_root).close()
-
-
-def test_arguments_out_of_range(arena_root: Path, writer: Checks) -> None:
-    for call in (lambda: writer.read(2), lambda: writer.read(-1), lambda: writer.leased(2), lambda: writer.clear(9)):
-        with pytest.raises(IndexError):
-            call()
-    with pytest.raises(ValueError, match="chunks"):
-        writer.store_checked(0, (SnapshotId(NEW, 1), 1), np.zeros(CHUNKS + 1, np.uint64), 0.0)
-    for slots, chunks, digest in (
-        (0, 1, DIGEST),
-        (65, 1, DIGEST),
-        (1, -1, DIGEST),
-        (1, 1 << 21, DIGEST),
-        (1, 1, b""),
-    ):
-        with pytest.raises(ConfigError):
-            Checks.create_or_open(arena_root, slots, chunks, digest, True)
-
-
-def test_no_room_leaves_nothing_behind(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(MemoryBudgetError):
-        new_checks(arena_root)
-    assert list(arena_root.iterdir()) == []
 
 
 CREATE = """

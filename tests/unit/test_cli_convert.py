@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 from test_convert import Memory, array, model, read_all, wholes
-from test_universal_arenas import SHAPES, whole
-from test_universal_arenas import job as arenas_of
 
-from ftckpt.cli import convert as cli_convert
 from ftckpt.cli.main import main
-from ftckpt.cli.options import size_of
-from ftckpt.errors import ConfigError, ConvertError
-from ftckpt.model.fragment import Box, Fragment
+from ftckpt.errors import ConvertError
 from ftckpt.universal.catalog import Get, Unit
 from ftckpt.universal.consolidation import Consolidator
 from ftckpt.universal.conversion import Options, convert, prepare, run
 from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
-from ftckpt.universal.safetensors import WeightsReader, WeightsWriter
 from ftckpt.universal.universal_format import UniversalReader, UniversalWriter
 from ftckpt.universal.verification import verify
-from tests.support.errors import lacks, raises
-from tests.support.golden import is_golden
+from tests.support.errors import lacks
 from tests.support.pool import run_ranks
+from tests.support.repository import is_golden
 
 TENSORS = {**model(3), "weight/layers.0.weight": array((8, 5), seed=9), "buffer/bias": array((4,), seed=8)}
 
@@ -74,25 +63,6 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.C
     status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-file", "400B", "--workers", 2)
     assert status == 0 and sorted(tmp_path.iterdir()) == before
     is_golden("convert_dry_run", out, folder=tmp_path)
-
-
-def test_a_dry_run_says_what_would_be_refused(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    status, out, _ = ftckpt(capsys, source, tmp_path / "out", "--dry-run", "--max-memory", "1B")
-    assert status == 0
-    assert out and "raise --max-memory" in out
-
-
-def test_without_a_terminal_progress_is_told_in_lines(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli_convert, "_LINE_SECS", 0.0)
-    status, _, err = ftckpt(capsys, source, tmp_path / "out")
-    assert status == 0
-    lines = err.splitlines()
-    assert lines and all(re.fullmatch(r"ftckpt: \w+.*: .* of .*/s", line) for line in lines), lines
 
 
 @pytest.mark.parametrize(
@@ -170,19 +140,6 @@ def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
     assert not lacks(against({**tensors, "weight/more": other}), "is", "weight/more")
 
 
-def test_verification_misses_rows_of_a_vocabulary_and_another_iteration(tmp_path: Path) -> None:
-    whole, less = {"weight/e": array((8, 2))}, {"weight/e": array((8, 2))[:6]}
-    padded = frozenset({"weight/e"})
-    conversion = prepare(Memory(whole, wholes(whole), padded=padded), UniversalWriter(tmp_path / "x"), Options())
-    with raises(ConvertError, "weight/e", "F32 [6, 2]", "F32 [8, 2]"):
-        verify(conversion, Memory(less, wholes(less), padded=padded), 1)
-    other = Memory(whole, wholes(whole), padded=padded)
-    assert verify(conversion, other, 1) == 1
-    other._catalog = dataclasses.replace(other.catalog, iteration=8)
-    with raises(ConvertError, "iteration 8", "7"):
-        verify(conversion, other, 1)
-
-
 def broken_off_after(files: int, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     write, left = UniversalWriter.write, list(range(files))
 
@@ -239,146 +196,6 @@ def test_two_inputs_are_never_mixed(
     (changed_universal if to == "universal" else changed_weights)(tmp_path / "one")
     status, _, err = ftckpt(capsys, *words, "--max-file", "100B")
     assert status == 2 and err and err
-
-
-def test_parts_of_a_partial_checkpoint_are_not_read(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ftckpt(capsys, source, tmp_path / "ds", "--to", "deepspeed-universal", "--roles", "master,exp_avg")[0] == 0
-    (tmp_path / "ds").rename(tmp_path / "ds.partial")
-    folder = tmp_path / "ds.partial" / "global_step7"
-    assert ftckpt(capsys, folder, tmp_path / "out")[2]
-    monkeypatch.chdir(folder)
-    assert ftckpt(capsys, ".", tmp_path / "out")[2]
-
-
-def test_a_file_that_is_not_what_it_should_be_is_an_error_like_others(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ftckpt(capsys, source, tmp_path / "mg", "--to", "megatron-dist", "--roles", "weight")[0] == 0
-    torch.save([1, 2], tmp_path / "mg" / "iter_0000007" / "common.pt")
-    assert ftckpt(capsys, tmp_path / "mg", tmp_path / "out")[2]
-
-
-def test_a_missing_parameter_of_a_universal_checkpoint_of_deepspeed_is_named(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ftckpt(capsys, source, tmp_path / "ds", "--to", "deepspeed-universal", "--roles", "master,exp_avg")[0] == 0
-    shutil.rmtree(tmp_path / "ds" / "global_step7" / "zero" / "layers.1.weight")
-    assert not lacks(ftckpt(capsys, tmp_path / "ds", tmp_path / "out")[2], "zero/layers.1.weight")
-
-
-@pytest.mark.parametrize("roles", ["weight", "weight,exp_avg"])
-def test_weights_without_masters_come_back_from_deepspeed_as_they_were(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], roles: str
-) -> None:
-    tensors = {"weight/a": array((8, 5)), "weight/b": array((4,)), "exp_avg/a": array((8, 5), seed=2)}
-    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "one"), Options())
-    words = (tmp_path / "one", tmp_path / "ds", "--to", "deepspeed-universal", "--roles", roles, "--verify")
-    status, out, err = ftckpt(capsys, *words)
-    assert status == 0 and f"verified {2 if roles == 'weight' else 3} tensors" in out, err
-    assert ftckpt(capsys, tmp_path / "ds", tmp_path / "back")[0] == 0
-    kept = {key: value.tobytes() for key, value in tensors.items() if key.partition("/")[0] in roles.split(",")}
-    assert read_all(tmp_path / "back") == kept
-
-
-def test_weights_in_files_that_do_not_agree_with_their_index(tmp_path: Path) -> None:
-    tensors = {f"weight/{n}": array((10,), seed=n) for n in range(3)}
-    convert(Memory(tensors, wholes(tensors)), WeightsWriter(tmp_path / "w", 40), Options())
-    assert [f.key for f in WeightsReader(tmp_path / "w").catalog.fragments] == list(tensors)
-    index = tmp_path / "w" / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    said["weight_map"]["3"] = said["weight_map"]["2"]
-    index.write_text(json.dumps(said))
-    with raises(ConvertError, "weight/3"):
-        WeightsReader(tmp_path / "w")
-    index.write_text("{}")
-    with pytest.raises(ConvertError):
-        WeightsReader(tmp_path / "w")
-
-
-def test_sizes() -> None:
-    assert [size_of("")(text) for text in ("1B", "1.5 KiB", "4GiB")] == [1, 1536, 4 << 30]
-    for text in ("", "0", "-1", "1", "GiB"):
-        with raises(ConfigError, "--max-file"):
-            size_of("--max-file")(text)
-
-
-def test_a_float_tensor_of_16_bits_is_copied_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fragment = Fragment.whole("weight/h", "BF16", (3,), Box((0,), (3,)))
-    source = Memory({}, [fragment])
-    source.changed = {0: np.uint16([1, 2, 0x7FC1])}
-    convert(source, UniversalWriter(tmp_path / "one"), Options())
-    assert ftckpt(capsys, tmp_path / "one", tmp_path / "two", "--verify")[0] == 0
-    assert read_all(tmp_path / "two")["weight/h"] == np.uint16([1, 2, 0x7FC1]).tobytes()
-    assert UniversalReader(tmp_path / "two").catalog.iteration == 7
-
-
-def test_arenas_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arenas = arenas_of(tmp_path, derived=("F16",))
-    nodes = sorted(arenas.iterdir())
-    status, out, err = ftckpt(capsys, *nodes, tmp_path / "new", "--verify")
-    assert status == 0, err
-    assert not lacks(out, "5") and not lacks(out, "2")
-    words = (arenas, tmp_path / "old", "--iteration", 4, "--roles", "master")
-    assert ftckpt(capsys, *words)[0] == 0
-    for name, iteration in (("new", 5), ("old", 4)):
-        found = read_all(tmp_path / name)
-        for key in ("master/rows", "master/columns"):
-            assert found[key] == whole(key, iteration).tobytes()
-    assert set(read_all(tmp_path / "old")) == {"master/rows", "master/columns"}
-    assert set(read_all(tmp_path / "new")) == {*SHAPES, "weight/rows", "weight/columns"}
-    status, _, err = ftckpt(capsys, nodes[0], tmp_path / "half")
-    assert status == 2 and "tp1-dp0" in err and not (tmp_path / "half").exists()
-
-
-def legacy(path: Path, tp: int) -> dict[str, np.ndarray]:
-    """A checkpoint as Megatron-LM wrote them before torch_dist, of a small model without optimizer state."""
-    layer = "language_model.encoder.layers.0"
-    whole = {
-        "language_model.embedding.word_embeddings.weight": (array((8, 4), seed=1), 0),
-        f"{layer}.self_attention.query_key_value.weight": (array((12, 4), seed=2), 0),
-        f"{layer}.self_attention.query_key_value.bias": (array((12,), seed=3), 0),
-        f"{layer}.self_attention.dense.weight": (array((4, 4), seed=4), 1),
-        f"{layer}.mlp.dense_h_to_4h.weight": (array((16, 4), seed=5), 0),
-        f"{layer}.mlp.dense_4h_to_h.weight": (array((4, 16), seed=6), 1),
-        f"{layer}.input_layernorm.weight": (array((4,), seed=7), None),
-        f"{layer}.post_attention_layernorm.weight": (array((4,), seed=8), None),
-        "language_model.encoder.final_layernorm.weight": (array((4,), seed=9), None),
-    }
-    for rank in range(tp):
-        parts = {
-            name: torch.from_numpy(value if dim is None else np.split(value, tp, axis=dim)[rank].copy())
-            for name, (value, dim) in whole.items()
-        }
-        file = path / "iter_0000003" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        file.parent.mkdir(parents=True)
-        args = argparse.Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=1)
-        torch.save({"model": parts, "args": args, "iteration": 3, "checkpoint_version": 3.0}, file)
-    (path / "latest_checkpointed_iteration.txt").write_text("3")
-    return {f"weight/{name}": value for name, (value, _) in whole.items()}
-
-
-def test_a_checkpoint_without_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = legacy(tmp_path / "save", 2)
-    words = (tmp_path / "save", tmp_path / "out")
-    status, _, err = ftckpt(capsys, *words)
-    assert status == 2 and not lacks(err, "--spec")
-    status, _, err = ftckpt(capsys, *words, "--spec", "bloom")
-    assert status == 2 and err and not lacks(err, "language_model")
-    status, out, _ = ftckpt(capsys, *words, "--spec", "gpt", "--dry-run")
-    assert status == 0 and not lacks(out, "4", "2", "language_model.encoder.layers")
-    assert not lacks(out, "3")
-    status, _, err = ftckpt(capsys, *words, "--spec", "gpt", "--verify")
-    assert status == 0, err
-    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in expected.items()}
-    file = tmp_path / "save" / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
-    state = torch.load(file, weights_only=False)
-    state["model"]["language_model.encoder.final_layernorm.weight"][0] += 1
-    torch.save(state, file)
-    status, _, err = ftckpt(capsys, *words[:1], tmp_path / "other", "--spec", "gpt")
-    assert status == 2 and not lacks(err, "final_layernorm.weight")
-    assert "mp_rank_00" in err and "mp_rank_01" in err
 
 
 def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) -> None:

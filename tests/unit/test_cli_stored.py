@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ftckpt.cli import save
 from ftckpt.cli.main import main
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
@@ -18,7 +16,7 @@ from ftckpt.persist.retention import pinned, void
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
-from tests.support.golden import is_golden
+from tests.support.repository import is_golden
 from tests.support.smp_nodes import LINEAGE
 
 
@@ -47,13 +45,6 @@ def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFi
     is_golden(f"verify{compressed}", capsys.readouterr().out)
 
 
-@pytest.mark.timeout(60)
-def test_a_pipe_among_the_files_keeps_nobody_waiting(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (filled / "owner.json").unlink(missing_ok=True)
-    os.mkfifo(filled / "owner.json")
-    assert main(["list", str(filled)]) == 2 and "owner.json: " in capsys.readouterr().err
-
-
 def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(filled), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["snapshots"]
@@ -66,14 +57,6 @@ def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[
     assert [bool(one["problems"]) for one in verified["snapshots"]] == [True, False] and verified[
         "restart"
     ] == "iter_0000007"
-
-
-def test_who_saves_beside_something_newer_is_told(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save._tell_newer(str(filled), 8)
-    assert not capsys.readouterr().out
-    save._tell_newer(str(filled), 7)
-    text = capsys.readouterr().out
-    assert not lacks(text, str(filled), "8") and "--ftckpt-rollback-before 8" in text
 
 
 @compressed_or_not
@@ -184,12 +167,3 @@ def test_snapshots_are_found_by_one_rule(
     newest, other = ("iteration 8", "iteration 7") if command == "convert" else ("iter_0000008", "iter_0000007")
     assert all(newest in text for text in told[:3])
     assert other in told[3] and newest not in told[3]
-
-
-def test_snapshots_in_memory_and_on_storage_are_told_apart(
-    filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", str(filled)]) == 2 and capsys.readouterr().err
-    (tmp_path / "node" / "dp0.01234567").mkdir(parents=True)
-    (tmp_path / "node" / "dp0.01234567" / "control").touch()
-    assert main(["list", str(tmp_path / "node")]) == 2 and capsys.readouterr().err

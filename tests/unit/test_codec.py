@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftckpt.model.codec import decode, encode, gather
+from ftckpt.model.codec import decode, encode
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 
@@ -66,15 +66,6 @@ def test_what_was_written_is_read(report: Report) -> None:
     }
 
 
-@given(st.lists(st.tuples(st.text(), st.integers())))
-def test_a_gather_gives_the_values_of_all_ranks(values: list[tuple[str, int]]) -> None:
-    class Two:
-        def gather(self, data: bytes) -> list[bytes]:
-            return [data, encode([])]
-
-    assert gather(Two(), values, list[tuple[str, int]]) == [values, []]
-
-
 GOOD: dict[str, Any] = {
     "snapshot": f"{'aa' * 16}.5", "pair": [1, ["a"]], "raw": "00ff", "at": {"slot": 1}, "layout": {"tp": 2},
 }  # fmt: skip
@@ -84,18 +75,11 @@ GOOD: dict[str, Any] = {
     ("name", "wrong"),
     [
         ("snapshot", "aa.5"),
-        ("snapshot", 5),
-        ("pair", [1]),
         ("pair", [True, []]),
-        ("pair", [1, "a"]),
         ("raw", "0"),
-        ("raw", 7),
         ("at", {"slot": 1, "rack": "r"}),
-        ("at", {"slot": "1"}),
-        ("at", 1),
         ("layout", [["tp", 2]]),
         ("layout", {"tp": None}),
-        ("layout", {"tp": [2]}),
         ("fragments", [["k"]]),
         ("notes", [["a", "b", "c"]]),
         ("stranger", 1),

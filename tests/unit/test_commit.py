@@ -19,20 +19,19 @@ from ftckpt.persist.commit import (
     NodeCommitMarker,
     claim,
     folder_of,
+    read_manifest,
     readers,
     require_owner,
     sweep,
 )
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
-from ftckpt.persist.retention import read_manifest, remove
+from ftckpt.persist.retention import remove
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
-from tests.support.buckets import SERVERS, in_bucket, servers
 from tests.support.errors import raises
 from tests.support.killing import killed_at
-from tests.support.s3_server import S3Server
-from tests.support.stored import committed
+from tests.support.storages import SERVERS, S3Server, committed, in_bucket, servers
 from tests.support.tiers import by_default
 
 OLD, NEW, LATER = (bytes([number] * 16) for number in (10, 11, 12))
@@ -85,7 +84,7 @@ def manifest_of(lead: CheckpointTransaction, marks: dict[str, NodeCommitMarker])
     none = np.zeros(0, np.uint64)
     files = [(node, file) for node in NODES for file in marks[node].files]
     shards = {node: StoredShard(file.name, file.nbytes, file.checksum, "", 0, 0, none) for node, file in files}
-    return StoredSnapshot(lead._snapshot, "job", {}, shards).encode()
+    return StoredSnapshot(lead.snapshot, "job", {}, shards).encode()
 
 
 def files_of(manifest: bytes) -> Collection[str]:
@@ -131,26 +130,13 @@ def test_without_the_marks_of_all_nodes_there_is_none(storage: Storage) -> None:
     assert set(part.marks()) == {"n0"} and committed(storage) == []
 
 
-def test_a_mark_that_goes_while_it_is_read_is_none(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two SMPs of a node the later one may read it when the snapshot is committed."""
-    lead, read = write_parts(storage, 3, NEW), type(storage).read
-
-    def late(self: Storage, name: str, *span: int) -> bytes:
-        self.remove([name])
-        return read(self, name, *span)
-
-    monkeypatch.setattr(type(storage), "read", late)
-    assert lead.own_mark() is None and storage.size(f"iter_0000003/{NEW.hex()}-done.n0") is None
-    assert lead.marks() == {}
-
-
 def test_a_second_lineage_at_an_iteration_goes_away(storage: Storage) -> None:
     write(storage, 5, OLD)
     assert write(storage, 5, OLD), "the same again, whose answer was lost"
     won = write(storage, 5, NEW)
     assert won == isinstance(storage, Unconditional)
     assert read(storage, 5) == [content(NEW if won else OLD, node) for node in NODES]
-    sweep(storage, None, files_of)
+    sweep(storage, None)
     assert len(names(storage)) == 4 and read(storage, 5)
 
 
@@ -173,7 +159,7 @@ def test_lineages_that_commit_at_once_leave_one_whole_checkpoint(storage: Storag
         thread.join()
     assert committed(storage) == [7]
     assert read(storage, 7) in [[content(lineage, node) for node in NODES] for lineage in lineages]
-    sweep(storage, None, files_of)
+    sweep(storage, None)
     assert read(storage, 7) and len(names(storage)) == 4
 
 
@@ -199,7 +185,7 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     write_part(storage, 4, LATER, "n1")
     write_part(storage, 5, OLD, "n1")
     storage.put("notes", b"of somebody")
-    gone = sweep(storage, SnapshotId(NEW, 2), files_of, lineages=[LATER])
+    gone = sweep(storage, SnapshotId(NEW, 2), lineages=[LATER])
     assert sorted(gone) == sorted(
         f"iter_{iteration:07d}/{OLD.hex()}-{name}"
         for iteration, node in ((2, "n0"), (2, "n1"), (5, "n1"))
@@ -209,18 +195,6 @@ def test_what_came_to_nothing_is_swept_and_what_is_being_written_is_not(storage:
     lead = CheckpointTransaction(storage, SnapshotId(NEW, 2), "n0")
     marks = lead.marks()
     assert lead.commit(manifest_of(lead, marks), marks) and committed(storage) == [2, 1]
-
-
-def test_small_objects_that_others_may_be_writing_are_no_leftovers(tmp_path: Path) -> None:
-    storage = FileStorage(str(tmp_path))
-    fresh = [
-        f"{name}-host-1-2.put.new" for name in (".latest", "holdings/.b.json", f"iter_0000001/.{OLD.hex()}-n0.zst")
-    ]
-    for name in fresh:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    sweep(storage, SnapshotId(NEW, 2), files_of)
-    assert sorted(storage.unfinished()) == fresh[:2]
 
 
 def test_nothing_is_swept_that_is_not_called_as_what_was_begun(tmp_path: Path) -> None:
@@ -245,7 +219,7 @@ def test_nothing_is_swept_that_is_not_called_as_what_was_begun(tmp_path: Path) -
     before = sorted(path for path in tmp_path.rglob("*"))
     claim(storage, "run", "job")
     for current in (None, SnapshotId(NEW, 10)):
-        sweep(storage, current, files_of)
+        sweep(storage, current)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != "owner.json") == before
     assert readers(storage) == [], "what is no restart keeps nothing from being removed"
 
@@ -277,8 +251,8 @@ def test_leftovers_are_another_run_s_when_it_has_claimed_the_place_meanwhile(sto
     write(storage, 1, OLD)
     write_parts(storage, 2, NEW)  # of the other run, which has claimed before
     before = names(storage)
-    assert sweep(storage, SnapshotId(OLD, 3), files_of, lambda: False) == [] and names(storage) == before
-    assert len(sweep(storage, SnapshotId(OLD, 3), files_of, lambda: True)) == 4
+    assert sweep(storage, SnapshotId(OLD, 3), lambda: False) == [] and names(storage) == before
+    assert len(sweep(storage, SnapshotId(OLD, 3), lambda: True)) == 4
 
 
 def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
@@ -309,7 +283,7 @@ def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> No
             assert read(storage, iteration) == [content(NEW if iteration == 2 else OLD, node) for node in NODES]
         latest = storage.read("latest").decode().strip()
         assert latest in {folder_of(iteration) for iteration in there}, "it names one that is whole"
-        sweep(storage, None, files_of)
+        sweep(storage, None)
         assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1 + 3 * len(there)
         if not killed:
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.universal.catalog import Catalog, Reader, Tensor
-from ftckpt.universal.consolidation import Consolidator, cast, take
+from ftckpt.universal.catalog import Catalog, Reader
+from ftckpt.universal.consolidation import Consolidator, cast
 from ftckpt.universal.conversion import Options, convert, prepare
 from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
 from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
@@ -40,7 +38,7 @@ class Memory(Reader):
 
     def __init__(self, whole: Mapping[str, np.ndarray], fragments: Sequence[Fragment], **more: object) -> None:
         self.whole = whole
-        self._catalog = Catalog("ftckpt", 7, {"tp": 2}, tuple(fragments), {"step": 7}, **more)  # type: ignore[arg-type]
+        self.described = Catalog("ftckpt", 7, {"tp": 2}, tuple(fragments), {"step": 7}, **more)  # type: ignore[arg-type]
         self.changed: dict[int, np.ndarray] = {}
         self.reads = 0
         self.on_read: Callable[[int], None] = lambda index: None
@@ -48,14 +46,14 @@ class Memory(Reader):
 
     @property
     def catalog(self) -> Catalog:
-        return self._catalog
+        return self.described
 
     def read(self, index: int) -> Bytes:
         self.reads += 1
         self.on_read(index)
         if index in self.changed:
             return self.changed[index].view(np.uint8)
-        return elements(self.whole, self._catalog.fragments[index]).view(np.uint8)
+        return elements(self.whole, self.described.fragments[index]).view(np.uint8)
 
     def confirm(self) -> None:
         self.confirmed += 1
@@ -134,20 +132,6 @@ def test_rows_are_filled_from_any_fragments(data: st.DataObject) -> None:
         assert filler.get(tensor, first, last if shape else 1).tobytes() == rows.tobytes()
 
 
-@given(st.data())
-def test_a_box_is_taken_out_of_a_flat_range(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    offset = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    box = Box(offset, tuple(data.draw(st.integers(1, s - o)) for s, o in zip(shape, offset, strict=True)))
-    whole = np.arange(math.prod(shape), dtype=np.int64)
-    start = data.draw(st.integers(0, whole.size))
-    stop = data.draw(st.integers(start, whole.size))
-    slices = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
-    inside = whole.reshape(shape)[slices].reshape(-1)
-    expected = inside[(inside >= start) & (inside < stop)]
-    assert take(whole[start:stop].view(np.uint8), shape, box, start, stop).tobytes() == expected.tobytes()
-
-
 @pytest.mark.parametrize("workers", [1, 4])
 def test_everything_arrives_in_a_universal_checkpoint(tmp_path: Path, workers: int) -> None:
     tensors = model()
@@ -209,24 +193,6 @@ def test_copies_that_differ_are_an_error_that_names_them(tmp_path: Path) -> None
         assert not (tmp_path / "differ").exists()
 
 
-def test_a_copy_of_a_part_is_compared_too(tmp_path: Path) -> None:
-    tensors = {"weight/a": array((8, 4))}
-    part = Fragment.whole("weight/a", "F32", (8, 4), Box((2, 1), (5, 2)))
-    source = Memory(tensors, [*halves(tensors), part])
-    convert(source, UniversalWriter(tmp_path / "same"), Options())
-    source.changed = {2: elements(tensors, part) * np.float32(2)}
-    with pytest.raises(ConvertError, match=r"weight/a: copies .*\[2,1\+5,2\]"):
-        convert(source, UniversalWriter(tmp_path / "differ"), Options())
-
-
-def test_copies_to_be_averaged_are(tmp_path: Path) -> None:
-    tensors = {"weight/norm": np.float32([1, 2, 3, 4])}
-    source = Memory(tensors, wholes(tensors) * 3, average=frozenset({"weight/norm"}))
-    source.changed = {1: np.float32([2, 2, 5, 4]), 2: np.float32([3, 2, 7, 4])}
-    convert(source, UniversalWriter(tmp_path / "out"), Options())
-    assert np.frombuffer(read_all(tmp_path / "out")["weight/norm"], np.float32).tolist() == [2, 2, 5, 4]
-
-
 def test_some_rows_of_large_copies_are_averaged_in_little_memory() -> None:
     tensors = {"weight/x": array((2048, 4096))}
     source = Memory(tensors, [*wholes(tensors), *halves(tensors)], average=frozenset({"weight/x"}))
@@ -241,17 +207,6 @@ def test_some_rows_of_large_copies_are_averaged_in_little_memory() -> None:
     assert peak < 16 << 20 < filler.tensors[0].nbytes
     expected = (tensors["weight/x"][900:1100].astype(np.float64) + (tensors["weight/x"] + 2)[900:1100]) / 2
     assert found.tobytes() == expected.astype(np.float32).tobytes()
-
-
-def test_bfloat16_copies_are_averaged_in_more_bits(tmp_path: Path) -> None:
-    halves_of = [torch.tensor([1.0, 3.0], dtype=torch.bfloat16), torch.tensor([2.0, 3.0], dtype=torch.bfloat16)]
-    bits = [value.view(torch.uint8).numpy() for value in halves_of]
-    fragment = Fragment.whole("weight/n", "BF16", (2,), Box((0,), (2,)))
-    source = Memory({}, [fragment, fragment], average=frozenset({"weight/n"}))
-    source.changed = dict(enumerate(bits))
-    convert(source, UniversalWriter(tmp_path / "out"), Options())
-    found = torch.frombuffer(bytearray(read_all(tmp_path / "out")["weight/n"]), dtype=torch.bfloat16)
-    assert found.tolist() == [1.5, 3.0]
 
 
 def test_a_source_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -318,7 +273,7 @@ def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str)
     break_off(tmp_path, tensors, 7, identity={"specification": "gpt"})
     source = Memory(tensors, halves(tensors) if change == "fragments" else wholes(tensors))
     if change == "iteration":
-        source._catalog = Catalog("ftckpt", 8, {}, source.catalog.fragments, {"step": 7})
+        source.described = Catalog("ftckpt", 8, {}, source.catalog.fragments, {"step": 7})
     options = Options(identity={"specification": "llama" if change == "identity" else "gpt"})
     writer = UniversalWriter(tmp_path / "out", 800 if change == "files" else 400)
     with raises(ConvertError):
@@ -326,20 +281,6 @@ def test_a_partial_one_of_something_else_is_refused(tmp_path: Path, change: str)
     (tmp_path / "out.partial.jsonl").unlink()
     with raises(ConvertError):
         convert(source, UniversalWriter(tmp_path / "out", 400), options)
-
-
-def test_killed_between_the_name_and_the_end_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = model()
-    monkeypatch.setattr("ftckpt.universal.storage.Journal.end", lambda self: None)
-    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
-    monkeypatch.undo()
-    assert (tmp_path / "out.partial.jsonl").exists()
-    other = {key: value + 1 for key, value in model(1).items()}
-    with pytest.raises(ConvertError, match="exists"):
-        convert(Memory(other, halves(other)), UniversalWriter(tmp_path / "out"), Options())
-    source = Memory(tensors, wholes(tensors))
-    assert convert(source, UniversalWriter(tmp_path / "out"), Options()).resumed == 1
-    assert source.reads == 0 and not (tmp_path / "out.partial.jsonl").exists()
 
 
 def test_what_is_good_is_compared_once_and_what_is_damaged_each_time() -> None:
@@ -354,19 +295,6 @@ def test_what_is_good_is_compared_once_and_what_is_damaged_each_time() -> None:
         with pytest.raises(ConvertError) if part == "damaged" else nullcontext():
             checked.check(part, lambda part=part: compare(part))  # type: ignore[misc]
     assert compared == ["good", "damaged", "damaged"]
-
-
-def test_half_a_line_in_the_journal_takes_no_other_along(tmp_path: Path) -> None:
-    """A full disk, or a kill, may leave one."""
-    journal = Journal(Destination(tmp_path / "out"), {})
-    (tmp_path / "out.partial").mkdir()
-    assert journal.begin() == set()
-    for name in "ab":
-        (tmp_path / "out.partial" / name).write_text(name)
-        journal.add(name)
-        with open(tmp_path / "out.partial.jsonl", "a") as file:
-            file.write('{"file": "c", "byt')
-    assert Journal(Destination(tmp_path / "out"), {}).begin() == {"a", "b"}
 
 
 def test_a_full_disk_is_an_error_also_where_part_of_a_line_fits(
@@ -411,16 +339,6 @@ def test_workers_together_stay_in_their_memory(tmp_path: Path) -> None:
     assert most[0] <= 2
 
 
-def test_no_room_is_said_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = model()
-    usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("ftckpt.universal.conversion.shutil.disk_usage", lambda path: usage)
-    with raises(ConvertError, "1000"):
-        convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
-    monkeypatch.undo()
-    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
-
-
 def test_what_a_live_job_wrote_over_does_not_count(tmp_path: Path) -> None:
     tensors = model()
     source = Memory(tensors, wholes(tensors))
@@ -433,12 +351,3 @@ def test_what_a_live_job_wrote_over_does_not_count(tmp_path: Path) -> None:
         convert(source, UniversalWriter(tmp_path / "out", 400), Options(workers=1))
     assert len((tmp_path / "out.partial.jsonl").read_text().splitlines()) == 1
     assert json.loads((tmp_path / "out.partial.jsonl").read_text())["identity"]["iteration"] == "7"
-
-
-def test_tensor_of_no_elements(tmp_path: Path) -> None:
-    tensors = {"weight/none": array((0, 4)), "weight/some": array((2, 4)), "step/s": array((), "F32")}
-    convert(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "out"), Options())
-    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in tensors.items()}
-    assert prepare(Memory(tensors, wholes(tensors)), UniversalWriter(tmp_path / "y"), Options()).tensors == tuple(
-        Tensor(key, "F32", value.shape) for key, value in tensors.items()
-    )

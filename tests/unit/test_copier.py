@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 
+from ftckpt import idle_cores
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk
-from ftckpt.capture.device_copier import make_copier
-from ftckpt.schedule.bubbles import Always
-from ftckpt.schedule.clock import HostClock
+from ftckpt.idle_cores import has_idle_core
+from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan
+from ftckpt.schedule.iteration import IterationForecast
 
 LONG_SECS = 20.0
 """Deadline of what is expected to happen."""
@@ -73,17 +76,6 @@ class Gate:
             assert self.opened.wait(LONG_SECS)
 
 
-def test_all_chunks_are_copied_and_then_the_snapshot_arrives_once(copier: HostCopier) -> None:
-    watched = Watched()
-    flight = watched.start(copier)
-    assert copier.fence(flight, LONG_SECS)
-    assert watched.copied
-    assert flight.wait(LONG_SECS)
-    assert watched.told == ["arrived"]
-    assert flight.ended and not flight.cancelled and flight.error is None
-    assert copier.fence(flight, 0.0)
-
-
 def test_the_fence_waits_for_a_slow_copy(copier: HostCopier, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(2)
     before_copy(monkeypatch, gate)
@@ -113,19 +105,6 @@ def test_a_failed_copy_is_told_at_the_fence_and_never_arrives(
     assert flight.cancel() and flight.cancelled
 
 
-def test_a_failure_while_sealing_is_a_failed_copy(copier: HostCopier) -> None:
-    def fail() -> None:
-        raise OSError("arrived")
-
-    watched = Watched()
-    watched.flight = Flight(COPIES, watched.slot, fail)
-    flight = watched.start(copier)
-    assert flight.wait(LONG_SECS)
-    assert not copier.fence(flight, LONG_SECS)
-    assert isinstance(flight.error, OSError)
-    assert flight.cancel()
-
-
 def test_a_stuck_copy_passes_its_deadline_and_nothing_is_told_after_cancel(
     copier: HostCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,31 +123,6 @@ def test_a_stuck_copy_passes_its_deadline_and_nothing_is_told_after_cancel(
     assert not watched.told
     assert not watched.slot[32:].any(), "no copy begins after cancel"
     assert not copier.fence(flight, 0.0) or flight.cancelled
-
-
-def test_cancel_is_refused_once_the_snapshot_has_arrived(copier: HostCopier) -> None:
-    watched = Watched()
-    flight = watched.start(copier)
-    assert flight.wait(LONG_SECS)
-    assert not flight.cancel()
-    assert not flight.cancelled and watched.told[-1] == "arrived"
-
-
-def test_the_next_flight_begins_after_a_failed_and_a_cancelled_one(
-    copier: HostCopier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(copy: ChunkCopy) -> None:
-        raise ValueError("told to")
-
-    with monkeypatch.context() as patch:
-        before_copy(patch, fail)
-        assert not copier.fence(Watched().start(copier), LONG_SECS)
-    cancelled = Watched().start(copier)
-    cancelled.cancel()
-    assert cancelled.wait(LONG_SECS)
-    watched = Watched()
-    assert copier.fence(watched.start(copier), LONG_SECS)
-    assert watched.copied
 
 
 def test_each_chunk_asks_for_its_turn_and_the_fence_hurries(
@@ -193,15 +147,6 @@ def test_each_chunk_asks_for_its_turn_and_the_fence_hurries(
     assert asked[-1][1] <= time.monotonic()
 
 
-def test_a_flight_without_copies_arrives(copier: HostCopier) -> None:
-    told: list[str] = []
-    flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda: told.append("arrived"))
-    copier.start([], flight, Always())
-    assert copier.fence(flight, LONG_SECS)
-    assert flight.wait(LONG_SECS)
-    assert told == ["arrived"]
-
-
 def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) -> None:
     """Where it goes to is found out once; from other tensors, as they were kept, it comes from these."""
     watched = Watched()
@@ -214,45 +159,6 @@ def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) 
         assert watched.slot.view(torch.float32).tolist() == [value if sources is live else -1.0] * 16
 
 
-def test_close_after_cancel_ends_the_thread_within_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(0)
-    before_copy(monkeypatch, gate)
-    copier, watched = HostCopier(), Watched()
-    flight = watched.start(copier)
-    assert gate.reached.wait(LONG_SECS)
-    assert flight.cancel()
-    gate.opened.set()
-    copier.close()
-    assert flight.ended and watched.told == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "ftckpt-copy"]
-    copier.close()
-
-
-def test_a_stuck_thread_does_not_hold_up_close() -> None:
-    worker, release = Worker("ftckpt-test"), threading.Event()
-    worker.submit(lambda: bool(release.wait(LONG_SECS)))
-    begin = time.monotonic()
-    worker.close(timeout_secs=0.05)
-    assert time.monotonic() - begin < LONG_SECS / 2
-    release.set()
-
-
-def test_host_memory_gets_the_host_copier() -> None:
-    with closing(make_copier(HostClock())) as made:
-        assert isinstance(made, HostCopier)
-
-
-def test_background_threads_run_on_the_given_cores_and_no_other_thread_does() -> None:
-    allowed = os.sched_getaffinity(0)
-    core = max(allowed)
-    with closing(HostCopier(cores={core})) as copier:
-        watched = Watched()
-        assert watched.start(copier).wait(LONG_SECS)
-        threads = {t.name: t.native_id for t in threading.enumerate() if t.name.startswith("ftckpt-")}
-        assert os.sched_getaffinity(threads["ftckpt-copy"] or 0) == {core}
-    assert os.sched_getaffinity(0) == allowed
-
-
 def test_copies_in_host_memory_take_no_core_from_a_rank_that_computes() -> None:
     own = os.sched_getscheduler(0)
     with closing(HostCopier()) as copier:
@@ -262,10 +168,167 @@ def test_copies_in_host_memory_take_no_core_from_a_rank_that_computes() -> None:
     assert os.sched_getscheduler(0) == own
 
 
-def test_each_copy_is_told_while_it_is_under_way() -> None:
-    told: list[bool] = []
-    watched = Watched()
-    with closing(HostCopier(tell_copying=told.append)) as copier:
-        assert watched.start(copier).wait(LONG_SECS)
-    assert told == [True, False] * 4
-    assert [nbytes for _, _, nbytes in watched.flight.timed] == [16] * 4
+NUM = 8
+RACING = [ChunkCopy(chunk, (Segment(0, chunk * 4, 4, chunk * 16, 16),)) for chunk in range(NUM)]
+KINDS = ("start", "window", "forward", "window", "backward", "tail", "fence", "optimizer")
+PLAN = WindowPlan.of(IterationForecast(KINDS, (0.0, 2.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0)), 16.0, 16)
+
+
+def pause(dice: random.Random) -> None:
+    """Nothing, let another thread run, or sleep."""
+    kind = dice.randrange(4)
+    if kind == 1:
+        time.sleep(0)
+    elif kind > 1:
+        time.sleep(dice.random() * 1e-3)
+
+
+class Snapshot:
+    """A flight that knows what it must never be asked or told."""
+
+    def __init__(self, live: torch.Tensor, slot: torch.Tensor, dice: random.Random, faulty: bool = False) -> None:
+        self.live, self.slot, self.dice = live, slot, dice
+        self.boundary = live.clone()
+        self.fails_at = dice.choice([None, None, "arrived", "copied"]) if faulty else None
+        self.chunk = dice.randrange(NUM)
+        self.problems: list[str] = []
+        self.told: list[object] = []
+        self.over = False
+        self.flight = Flight(RACING, slot, self._arrived)
+
+    def before_copy(self, chunk: int) -> None:
+        pause(self.dice)
+        if self.flight.ended:
+            self.problems.append(f"chunk {chunk} was copied after the end")
+        if self.fails_at == "copied" and chunk == self.chunk:
+            raise OSError("copied")
+
+    def _arrived(self) -> None:
+        if self.over:
+            self.problems.append("arrived after cancel")
+        if not torch.equal(self.slot.view(torch.float32), self.boundary):
+            self.problems.append("arrived without its bytes")
+        pause(self.dice)
+        if self.fails_at == "arrived":
+            raise OSError("arrived")
+        self.told.append("arrived")
+
+    def cancel(self) -> bool:
+        cancelled = self.flight.cancel()
+        self.over = cancelled
+        return cancelled
+
+    def check(self, cancelled: bool) -> None:
+        """After the end."""
+        assert self.problems == []
+        arrived = "arrived" in self.told
+        assert arrived == (not cancelled and self.flight.error is None)
+        assert len(self.told) <= 1
+
+
+Following = Callable[[Snapshot], None]
+
+
+@pytest.fixture
+def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Following]:
+    """Tells the copies of a snapshot to it."""
+    current: list[Snapshot] = []
+
+    def copy(tensors: list[torch.Tensor], copy: ChunkCopy, slot: torch.Tensor) -> None:
+        current[-1].before_copy(copy.chunk)
+        copy_chunk(tensors, copy, slot)
+
+    monkeypatch.setattr(copier_module, "copy_chunk", copy)
+    yield current.append
+
+
+def go_through(bubbles: Bubbles, dice: random.Random) -> None:
+    for place, kind in enumerate(KINDS[1:7], start=1):
+        bubbles.enter(place, kind, float(place))
+        pause(dice)
+
+
+@pytest.mark.parametrize("queued", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_iterations_with_failures_drops_and_slow_threads(seed: int, queued: bool, follow: Following) -> None:
+    """As a checkpointer does it: begin, places, fence, write, settle; the next one when nothing runs any more."""
+    dice = random.Random(seed)
+    live, slot, bubbles = torch.zeros(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), Bubbles(queued)
+    with closing(HostCopier()) as copier:
+        for iteration in range(25):
+            live.add_(1)
+            snapshot = Snapshot(live, slot, random.Random(dice.random()), faulty=True)
+            follow(snapshot)
+            bubbles.begin(16 * NUM, dice.choice([PLAN, None]))
+            bubbles.enter(0, "start", 0.0)
+            copier.start([live], snapshot.flight, bubbles)
+            go_through(bubbles, dice)
+            cancelled = False
+            if copier.fence(snapshot.flight, dice.choice([LONG_SECS, 1e-4])):
+                live.fill_(-iteration)  # the optimizer
+            else:
+                cancelled = snapshot.cancel()
+            bubbles.enter(7, "optimizer", 7.0)
+            pause(dice)
+            if not cancelled and dice.random() < 0.3:
+                cancelled = snapshot.cancel()
+            assert snapshot.flight.wait(LONG_SECS)
+            snapshot.check(cancelled)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_close_at_any_moment(seed: int, follow: Following) -> None:
+    dice = random.Random(seed)
+    for _ in range(15):
+        live, slot = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8)
+        snapshot, copier = Snapshot(live, slot, random.Random(dice.random())), HostCopier()
+        follow(snapshot)
+        copier.start([live], snapshot.flight, Always())
+        for _ in range(dice.randrange(6)):
+            pause(dice)
+        cancelled = snapshot.cancel()
+        copier.close()
+        assert snapshot.flight.ended, "close came back while a copy ran"
+        snapshot.check(cancelled)
+        live.zero_()
+
+
+@pytest.mark.parametrize(
+    ("load", "own_cores", "expected"),
+    [
+        ("0.5 0.5 0.5 4/300 77", 4, True),  # three and the caller
+        ("0.5 0.5 0.5 5/300 77", 4, False),
+        ("0.5 0.5 0.5 50/300 77", 3, True),  # how its own cores are doing is not known
+        ("nothing of the kind", 4, True),
+        (None, 4, True),
+    ],
+)
+def test_a_core_is_idle_where_fewer_threads_run_than_there_are_cores(
+    load: str | None, own_cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "loadavg"
+    if load is not None:
+        path.write_text(load)
+    monkeypatch.setattr(idle_cores, "_LOAD", path)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
+    assert has_idle_core() == expected
+
+
+def test_copies_wait_for_a_core_no_longer_than_their_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[None] = []
+    monkeypatch.setattr(copier_module, "has_idle_core", lambda: bool(looks.append(None)))
+    with closing(HostCopier()) as copier:
+        flight = Watched().start(copier)
+        assert flight.wait(LONG_SECS)
+    # The patience is one for all of a snapshot's copies.
+    assert len(looks) == copier_module._PATIENCE
+
+
+def test_a_stuck_thread_does_not_hold_up_close() -> None:
+    worker, release = Worker("ftckpt-test"), threading.Event()
+    worker.submit(lambda: bool(release.wait(LONG_SECS)))
+    begin = time.monotonic()
+    worker.close(timeout_secs=0.05)
+    assert time.monotonic() - begin < LONG_SECS / 2
+    release.set()

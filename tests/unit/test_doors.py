@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
 import random
@@ -19,16 +18,16 @@ import torch
 import ftckpt.torch
 from ftckpt.deepspeed import initialize
 from ftckpt.errors import CaptureError, MismatchError, UnsupportedError
-from ftckpt.frameworks import optimizers, torch_state
-from ftckpt.frameworks.entry import Integration, Patches, Proxy
+from ftckpt.frameworks import torch_state
+from ftckpt.frameworks.entry import Integration, Patches
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
-from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
+from ftckpt.frameworks.tensors import LogicalBox, frozen_pieces
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
 from tests.support.errors import raises
-from tests.support.recorder import Recorder
+from tests.support.plain import Recorder
 
 # --- patches ---
 
@@ -43,16 +42,6 @@ def shout(original: Callable[..., str], *args: Any) -> str:
     return original(*args).upper()
 
 
-def test_a_wrapped_method_keeps_its_name_and_signature_and_comes_back() -> None:
-    patches, engine = Patches(), Framework()
-    patches.wrap(engine, "step", shout)
-    assert engine.step(3) == "STEPPED 3" and engine.step.__doc__ == "Of the framework."
-    assert patches.has(engine, "step") and not patches.has(Framework(), "step")
-    patches.remove()
-    assert "step" not in vars(engine) and not patches.has(engine, "step")
-    assert engine.step(3) == "stepped 3"
-
-
 def test_a_copy_or_a_pickle_of_what_has_a_wrapped_method_has_that_of_its_class() -> None:
     engine = Framework()
     Patches().wrap(engine, "step", shout)
@@ -61,44 +50,6 @@ def test_a_copy_or_a_pickle_of_what_has_a_wrapped_method_has_that_of_its_class()
     for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):  # noqa: S301
         assert other.step.__self__ is other and other.step(4) == "stepped 4"
     assert inspect.signature(engine.step) == inspect.signature(Framework().step)
-
-
-def test_a_patch_is_there_behind_what_others_put_before_it_and_not_where_a_module_was_reloaded() -> None:
-    patches, module = Patches(), types.ModuleType(__name__)
-    original = module.shout = shout  # type: ignore[attr-defined]
-    assert not patches.has(module, "shout")
-    patches.wrap(module, "shout", lambda original, *args: original(*args) + "!")
-    ours = module.shout
-    assert ours(lambda: "stepped") == "STEPPED!"
-    module.shout = functools.wraps(ours)(functools.partial(ours))
-    assert patches.has(module, "shout")
-    module.shout = functools.partial(ours)  # says nothing of what is behind it
-    assert patches.has(module, "shout")
-    module.shout = original
-    assert not patches.has(module, "shout")
-    patches.wrap(module, "shout", shout)
-    assert patches.has(module, "shout") and module.shout.__wrapped__ is original
-    patches.remove()
-    assert module.shout is original and not patches.has(module, "shout")
-
-
-def test_patches_on_patches_are_taken_back_in_any_case() -> None:
-    patches, engine = Patches(), Framework()
-    patches.wrap(engine, "step", shout)
-    patches.wrap(engine, "step", lambda original, size: f"{original(size)}!")
-    patches.shadow(engine, "name", "shadow")
-    assert engine.step(1) == "STEPPED 1!"
-    patches.remove()
-    assert vars(engine) == {}
-
-
-def test_what_others_put_before_a_patch_stays_and_reaches_the_original() -> None:
-    patches, engine = Patches(), Framework()
-    patches.wrap(engine, "step", shout)
-    ours = engine.step
-    engine.step = lambda size: f"<{ours(size)}>"  # type: ignore[method-assign]
-    patches.remove()
-    assert engine.step(2) == "<stepped 2>"
 
 
 def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
@@ -119,18 +70,6 @@ def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
     assert door.checkpointer is None and not door.is_installed
 
 
-def test_a_door_that_is_left_keeps_the_patches_of_modules_and_drops_those_of_the_job() -> None:
-    door, module, engine = Integration(), Framework(), Framework()
-    door.patches.wrap(module, "step", shout)
-    door.hooks.wrap(engine, "step", shout)
-    door.checkpointer, door.is_installed = Any, True  # type: ignore[assignment]
-    door.leave()
-    assert (engine.step(1), module.step(1), door.checkpointer) == ("stepped 1", "STEPPED 1", None)
-    assert door.is_installed
-    door.remove()
-    assert module.step(1) == "stepped 1" and not door.is_installed
-
-
 def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner installs, and so does a script that imports ftckpt.deepspeed."""
     framework = types.ModuleType("deepspeed")
@@ -145,20 +84,6 @@ def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch
     assert framework.initialize is wrapped is not original and len(door.patches.undo) == 2
     door.remove()
     assert framework.initialize is original
-
-
-def test_a_proxy_gives_what_it_does_not_have_and_can_be_copied() -> None:
-    class Loud(Proxy):
-        def step(self, size: int) -> str:
-            return self.wrapped.step(size).upper()  # type: ignore[no-any-return]
-
-    engine = Framework()
-    engine.rate = 0.5  # type: ignore[attr-defined]
-    loud = Loud(engine)
-    assert (loud.step(1), loud.rate) == ("STEPPED 1", 0.5)
-    assert (copy.copy(loud).rate, copy.deepcopy(loud).step(2)) == (0.5, "STEPPED 2")
-    with pytest.raises(AttributeError):
-        _ = loud._private
 
 
 # --- tensors ---
@@ -224,13 +149,6 @@ def test_state_that_a_loaded_checkpoint_has_reordered_gives_the_same_fragments()
     assert described(begun) == described(dict(reversed(begun.items())))
 
 
-def test_a_parameter_that_is_its_own_master_is_saved_once() -> None:
-    parameter = torch.nn.Parameter(torch.ones(4))
-    part = ParameterRange(parameter, 0, parameter, parameter)
-    pieces = list(stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: {}))
-    assert [(p.fragment.key, p.derived_from) for p in pieces] == [("weight/w", None)]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -246,30 +164,6 @@ def test_state_of_another_kind_is_refused_by_name(value: Any, message: str) -> N
         list(stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: {"odd": value}))
     with raises(UnsupportedError, "a", "(4,)"):
         list(stepped_pieces({}, [part], lambda _: {}))
-
-
-def test_a_parameter_of_two_logical_tensors_gives_a_fragment_in_each() -> None:
-    """Gate and up of a gated layer lie in one parameter, one after the other."""
-    boxes = [LogicalBox("gate", (4, 2), Box((2, 0), (2, 2)), 0), LogicalBox("up", (4, 2), Box((2, 0), (2, 2)), 4)]
-    views = fragments(boxes, "weight", torch.arange(6.0), 1)
-    assert [(f.key, f.start, f.stop, v.tolist()) for f, v in views] == [
-        ("weight/gate", 1, 4, [0.0, 1.0, 2.0]),
-        ("weight/up", 0, 3, [3.0, 4.0, 5.0]),
-    ]
-    step = number_piece(LogicalBox("expert", (8, 4, 2), Box((3, 0, 0), (1, 4, 2)), 0, 1), "step", torch.tensor(2.0))
-    assert (step.fragment.global_shape, step.fragment.box.offset) == ((8,), (3,))
-
-
-def test_one_step_between_all_parameters_is_divided_before_each_counts_it_up() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    inner = torch.optim.Adam(parameters)
-    step = torch.tensor(7.0)
-    for parameter in parameters:
-        moments = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
-        inner.state[parameter] = {"step": step, **moments}
-    optimizers.materialise(inner)
-    steps = [inner.state[parameter]["step"] for parameter in parameters]
-    assert steps[0].data_ptr() != steps[1].data_ptr() and [float(s) for s in steps] == [7.0, 7.0]
 
 
 # --- objects and generators ---
@@ -297,14 +191,6 @@ def test_objects_come_back_under_their_names_and_a_missing_one_is_an_error_with_
 
 def draws() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(1))]
-
-
-def test_every_generator_goes_on_where_it_was() -> None:
-    saved = torch_state.save_generators()
-    first = draws()
-    assert draws() != first
-    torch_state.load_generators(saved)
-    assert draws() == first
 
 
 # --- the plain door, without a job ---
@@ -335,12 +221,6 @@ def test_generators_are_set_after_all_that_may_draw_from_them() -> None:
     state.load_objects(saved)
     state.finish_load()
     assert draws() == first
-
-
-def test_a_tied_parameter_is_described_once() -> None:
-    _, _, state = plain_job()
-    keys = [piece.fragment.key for piece in state.describe().stepped]
-    assert keys == ["weight/0.weight", "momentum_buffer/0.weight"]
 
 
 def test_the_fence_stands_before_the_write_until_hooks_are_removed() -> None:

@@ -56,15 +56,6 @@ def test_a_plain_machine_has_no_findings(host: Host) -> None:
     assert host.find() == {}
 
 
-def test_an_empty_root_has_no_findings(tmp_path: Path) -> None:
-    assert hazards(SHM, root=tmp_path / "nothing", uid=USER) == []
-
-
-def test_this_machine_can_be_asked() -> None:
-    for hazard in hazards(Path("/dev/shm")):
-        assert hazard.name and hazard.text and hazard.remedy
-
-
 # logind
 
 
@@ -72,18 +63,6 @@ def test_logind_deletes_by_default(host: Host) -> None:
     host.logind()
     hazard = host.find()["remove_ipc"]
     assert str(SHM) in hazard.text and not lacks(hazard.remedy, str(USER))
-
-
-def test_without_logind_nothing_is_deleted(host: Host) -> None:
-    (host.root / "run/systemd/seats").mkdir(parents=True)  # the package is installed, systemd does not run
-    assert host.find() == {}
-
-
-def test_logind_deletes_in_dev_shm_alone(host: Host) -> None:
-    host.logind()
-    assert "remove_ipc" not in host.find(Path("/mnt/tmpfs/arenas"))
-    assert "remove_ipc" not in host.find(Path("/dev/shmem"))
-    assert "remove_ipc" in host.find(Path("/dev/shm"))
 
 
 def test_users_that_logind_spares(host: Host) -> None:
@@ -100,13 +79,9 @@ def test_users_that_logind_spares(host: Host) -> None:
     ("files", "deletes"),
     [
         ({"etc/logind.conf": "[Login]\nRemoveIPC=no"}, False),
-        ({"etc/logind.conf": "[Login]\nRemoveIPC = Off"}, False),
         ({"etc/logind.conf": "[Login]\n#RemoveIPC=no"}, False),  # the comment tells what was compiled in
-        ({"etc/logind.conf": "[Login]\n#RemoveIPC=no\nRemoveIPC=yes"}, True),
         ({"usr/lib/logind.conf": "RemoveIPC=no", "etc/logind.conf": "[Login]"}, True),
-        ({"usr/lib/logind.conf": "RemoveIPC=no"}, False),
         ({"etc/logind.conf": "RemoveIPC=no", "usr/lib/logind.conf.d/a.conf": "RemoveIPC=1"}, True),
-        ({"etc/logind.conf.d/b.conf": "RemoveIPC=no", "run/logind.conf.d/a.conf": "RemoveIPC=yes"}, False),
         ({"etc/logind.conf.d/a.conf": "RemoveIPC=no", "run/logind.conf.d/a.conf": "RemoveIPC=yes"}, False),
         ({"etc/logind.conf.d/a.conf": "RemoveIPC=no", "run/logind.conf.d/b.conf": "RemoveIPC=yes"}, True),
     ],
@@ -135,12 +110,6 @@ def test_a_small_tmpfs(host: Host) -> None:
     assert "/dev/shm has 64.0 MiB" in hazard.text
     assert "--shm-size" in hazard.remedy and "--ftckpt-arena" in hazard.remedy
     assert "small_tmpfs" not in host.find(Path("/data/arenas"))
-
-
-@pytest.mark.parametrize("size", [0, GIB])
-def test_a_tmpfs_that_is_large_enough_or_has_no_size(host: Host, size: int) -> None:
-    host.statvfs.f_blocks = size // 4096
-    assert host.find() == {}
 
 
 def limit(host: Host, group: str, limit_bytes: int, used_bytes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from ftckpt.errors import StorageError
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
-from ftckpt.persist.export_record import ExportRecords
 from ftckpt.persist.exports import Exports, prepare
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.paths import ExportPlace, Place
@@ -72,15 +70,6 @@ def test_an_export_has_its_name_when_it_is_whole(root: Path) -> None:
     make(root, 10)
     assert loadable(root) == 10
     assert names(root) == {"iter_0000005", "iter_0000010", TRACKER, "ftckpt"} and names(root / "ftckpt") == {"made"}
-
-
-def test_what_fails_leaves_nothing(root: Path) -> None:
-    make(root, 5)
-    with pytest.raises(RuntimeError), exports(root).making(SnapshotId(LINEAGE, 10)) as made:
-        convert(made.path, 10)
-        raise RuntimeError
-    assert names(root) == {"iter_0000005", TRACKER, "ftckpt"} and names(root / "ftckpt") == {"made"}
-    assert exports(root).snapshots == {SnapshotId(LINEAGE, 5)}
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["beside", "in the place of one that was left behind"])
@@ -271,15 +260,6 @@ def test_what_comes_into_an_export_that_is_going_stays(
     monkeypatch.setattr(Path, "unlink", late)
     exports(root, form="universal").retain(others)
     assert [path for path in (root / "iter_0000005").rglob("*") if path.is_file()] == [folder / "mine"]
-
-
-def test_what_was_moved_away_behind_a_link_stays_where_a_removal_had_begun(root: Path) -> None:
-    first, *others = job(root)
-    records = ExportRecords(FileStorage(str(root / "ftckpt")))
-    records.keep(replace(records.all()[first], is_going=True))
-    moved_and_linked(root)
-    exports(root, form="universal").retain(others)
-    assert sorted(path.name for path in (root / "best").rglob("*") if path.is_file()) == ["manifest.json", "weights"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import Forecast
 from ftckpt.parity.table import ProtectionTable, protection_table
-from tests.support.failure_rows import ONE_ARENA, ONE_NODE, ONE_RACK, ONE_SMP, TWO_ARENAS, TWO_NODES
+
+ONE_ARENA, TWO_ARENAS = "one rank's arena", "any two arenas"
+ONE_NODE, TWO_NODES = "one node", "any two nodes"
+ONE_RACK, ONE_SMP = "one rack", "the SMP of a node"
 
 MIB = 1 << 20
 

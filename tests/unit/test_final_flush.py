@@ -18,17 +18,17 @@ from ftckpt.memory.heartbeat import FlushState
 from ftckpt.memory.lineage_file import write_lineage
 from ftckpt.model.lineage import FIRST
 from ftckpt.parity.modes import Modes
-from ftckpt.persist import commit
 from ftckpt.persist.commit import claim
 from ftckpt.persist.files import FileStorage
+from ftckpt.persist.membership import Membership
+from ftckpt.persist.shards import ShardImage
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
-from ftckpt.smp.flush import Flush
 from ftckpt.smp.requests import PersistRequest
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe, fill
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.waiting import until
 
 
@@ -46,7 +46,7 @@ def asked(job: Job, smp: int, request: PersistRequest) -> dict[str, Any]:
     """What one node's SMP says; its loop, which serves requests, does nothing else meanwhile."""
     job.smps[smp].pause()
     try:
-        return job.smps[smp].duties.persist(request)
+        return job.smps[smp].tasks.flushes.persist(request)
     finally:
         job.smps[smp].start()
 
@@ -58,24 +58,6 @@ def saved(job: Job, smp: int, request: PersistRequest, secs: float = 30.0) -> di
         time.sleep(0.05)
         status = asked(job, smp, replace(request, anew=False))
     return status
-
-
-def test_what_is_saved_is_checked_whoever_was_seen_to_train(job: Job) -> None:
-    for smp in job.smps:
-        smp.duties.trains = True
-    job.snapshot(0, 7)
-    job.start()
-    job.flush(7)
-    job.settled(7)
-    job.snapshot(1, 8)
-    for smp in job.smps:
-        smp.settle()
-    assert not any(node.states(8) for node in job.nodes)
-    request = PersistRequest("", 20.0, True)
-    for smp in range(2):
-        asked(job, smp, request)
-    status = saved(job, 0, replace(request, anew=False))
-    assert (status["flush"], status["iteration"]) == ("done", 8), status["reason"] or status
 
 
 def test_what_a_node_has_done_with_fewer_shards_is_not_all_that_is_to_be_done(job: Job) -> None:
@@ -91,7 +73,7 @@ def test_what_a_node_has_done_with_fewer_shards_is_not_all_that_is_to_be_done(jo
     job.smps[0].configure(describe(a, [a], Modes(), {}, **job.settings))
     a.flush(7)
     job.smps[0].start()
-    until(lambda: job.smps[0].duties.flushing[1] == FlushState.DONE, lambda: str(job.told()))
+    until(lambda: job.smps[0].tasks.flushes.current[1] == FlushState.DONE, lambda: str(job.told()))
     assert committed(FileStorage(job.where)) == [7]
 
 
@@ -108,15 +90,16 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which writes the same snapshot, that it has restored, under the same names."""
-    standing, go_on, before = threading.Event(), threading.Event(), Flush.before_piece
+    standing, go_on, pieces_of = threading.Event(), threading.Event(), flushing.contents
 
-    def stand(flush: Flush, nbytes: int) -> Iterator[float]:
-        if (flush.orders.node, flush.orders.owner) == ("b", "save") and len(flush.written) == 1:
-            standing.set()
-            go_on.wait(20)
-        return before(flush, nbytes)
+    def stand(shard: ShardImage, *rest: Any) -> Iterator[memoryview]:
+        for piece in pieces_of(shard, *rest):
+            if shard.image.manifest.shard == "dp3" and not standing.is_set():
+                standing.set()
+                go_on.wait(20)
+            yield piece
 
-    monkeypatch.setattr(Flush, "before_piece", stand)
+    monkeypatch.setattr(flushing, "contents", stand)
     monkeypatch.setattr(flushing, "_FILES", 1)
     job.snapshot(0, 7)
     job.start()
@@ -133,34 +116,6 @@ def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
     go_on.set()
     job.settled(7)
     job.check(FileStorage(job.where), 7)
-
-
-def test_a_save_that_hangs_at_another_place_keeps_nothing_from_storage(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, before, elsewhere = threading.Event(), Flush.before_piece, tmp_path / "elsewhere"
-    standing = set[str]()
-
-    def stand(flush: Flush, nbytes: int) -> Iterator[float]:
-        if flush.orders.where == str(elsewhere):
-            standing.add(flush.orders.node)
-            go_on.wait(60)
-        return before(flush, nbytes)
-
-    monkeypatch.setattr(Flush, "before_piece", stand)
-    elsewhere.mkdir()
-    job.snapshot(0, 7)
-    job.start()
-    job.wait_checked(7)
-    try:
-        for smp in range(2):
-            asked(job, smp, PersistRequest(str(elsewhere), 20.0, True))
-        until(lambda: len(standing) == 2)
-        goes_on_as(job, "the next run")
-        job.flush(7)
-        job.settled(7)
-    finally:
-        go_on.set()
 
 
 def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) -> None:
@@ -250,8 +205,7 @@ def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:
     job.snapshot(0, 7)
     job.start()
     job.wait_checked(7)
-    owner = job.smps[1].duties._flush_orders.owner
-    commit.tell_holdings(FileStorage(job.where), "b", owner, job.nodes[1].arenas[0].snapshots(), "beat")
+    Membership(FileStorage(job.where), "b", ("a", "b"), "", job.nodes[1].arenas[0].snapshots()).beat()
     for _ in range(2):
         status = saved(job, 0, PersistRequest("", 12.0, True))
         assert status["flush"] == "cannot" and status["reason"], status
@@ -263,13 +217,11 @@ def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> N
     job.snapshot(0, 7)
     job.start()
     job.wait_checked(7)
-    first, duties = PersistRequest("", 20.0, True), job.smps[0].duties
+    first = PersistRequest("", 20.0, True)
     with raises(SmpError):
         asked(job, 0, replace(first, anew=False))
     asked(job, 0, first)
-    begun = duties._final
     assert asked(job, 0, replace(first, timeout_secs=9.0))["flush"] == "working"
-    assert duties._final is begun, "the second waits for the first"
     with raises(SmpError, job.where):
         asked(job, 0, replace(first, where=str(tmp_path / "other")))
     asked(job, 1, first)

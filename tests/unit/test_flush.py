@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from ftckpt.config import Config
 from ftckpt.errors import StorageError
-from ftckpt.group import Group
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.memory.lineage_file import write_lineage
-from ftckpt.model import codec
 from ftckpt.model.lineage import FIRST, Lineage, Selection
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.persist import commit, retention
-from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, claim, folder_of, require_own, require_owner
+from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, claim, folder_of, require_own
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.paths import locate
-from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.shards import ShardImage, StoredSnapshot
 from ftckpt.restore.storage_catalog import StorageCatalog
-from ftckpt.session.node_smp import NodeSmp
-from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.flush import Flush, FlushOrders
@@ -39,9 +30,9 @@ from ftckpt.smp.work import Throttle
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
-from tests.support.mounting import leave_free, tmpfs
+from tests.support.mounting import tmpfs
 from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
-from tests.support.stored import committed
+from tests.support.storages import committed
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("as_flags")
@@ -70,14 +61,14 @@ def test_a_snapshot_of_two_nodes_becomes_one_checkpoint(job: Job) -> None:
     for slot, iteration in enumerate((7, 8, 9)):
         job.persist(slot, iteration)
         stored = job.check(FileStorage(job.where), iteration)
-        assert all(smp.duties.status()["flushing"] is None for smp in job.smps), "it is there, and not on its way"
+        assert all(smp.tasks.status()["flushing"] is None for smp in job.smps), "it is there, and not on its way"
         assert stored.snapshot.lineage == LINEAGE and stored.job == "job" and len(stored.shards) == 4
         for entry in stored.shards.values():
             assert entry.file.endswith(".zst" if compresses else ".safetensors")
             assert (entry.frames is not None) == compresses
     assert committed(FileStorage(job.where)) == [9, 8] and leftovers(job.where) == []
     job.flush(-1)
-    until(lambda: all(smp.duties.flushing == (None, FlushState.NONE) for smp in job.smps))
+    until(lambda: all(smp.tasks.flushes.current == (None, FlushState.NONE) for smp in job.smps))
 
 
 def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
@@ -86,7 +77,7 @@ def test_nothing_counts_before_all_nodes_are_done(job: Job) -> None:
     until(lambda: job.smps[0].events.of("flushed"))
     job.smps[0].settle()
     assert committed(FileStorage(job.where)) == [] and job.states(7) == [FlushState.WORKING]
-    assert job.smps[0].duties.status()["flushing"]["iteration"] == 7
+    assert job.smps[0].tasks.status()["flushing"]["iteration"] == 7
     job.smps[1].start()
     job.settled(7)
     job.check(FileStorage(job.where), 7)
@@ -115,8 +106,8 @@ def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyP
     job.snapshot(0, 7)
     taken = threading.Event()
 
-    def take(flush: Flush) -> None:
-        if flush.orders.node == "a" and not taken.is_set():
+    def take(node: str) -> None:
+        if node == "a" and not taken.is_set():
             taken.set()
             job.nodes[0].arenas[0].control.begin(0)
 
@@ -127,117 +118,85 @@ def test_a_slot_that_is_needed_is_given_up(job: Job, monkeypatch: pytest.MonkeyP
     assert job.smps[0].events.of("flush_failed")[0]["reason"]
 
 
-def pieces_before(monkeypatch: pytest.MonkeyPatch, action: Callable[[Any], None]) -> None:
-    """Call ``action`` before each piece that goes to storage."""
-    before = Flush.before_piece
+def pieces_before(monkeypatch: pytest.MonkeyPatch, action: Callable[[str], None]) -> None:
+    """Call ``action`` with the node before each piece that goes to storage."""
+    pieces_of = flushing.contents
 
-    def slow(self: Flush, nbytes: int) -> Iterator[float]:
-        action(self)
-        return before(self, nbytes)
+    def slow(shard: ShardImage, *rest: Any) -> Iterator[memoryview]:
+        for piece in pieces_of(shard, *rest):
+            action("a" if shard.image.manifest.shard in ("dp0", "dp1") else "b")
+            yield piece
 
-    monkeypatch.setattr(Flush, "before_piece", slow)
+    monkeypatch.setattr(flushing, "contents", slow)
 
 
-def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on, first = threading.Event(), threading.Event(), dict[str, int]()
+def stand_at_second_file(
+    monkeypatch: pytest.MonkeyPatch, where: str, reached: threading.Event, go_on: threading.Event
+) -> None:
+    """Wait for ``go_on`` once a file is there."""
 
-    def stand(flush: Flush) -> None:
-        if first.setdefault("thread", threading.get_ident()) != threading.get_ident():
-            until(lambda: flush.written)
-        if flush.written:  # one of the two shards is there
+    def stand(node: str) -> None:
+        if [name for name in leftovers(where) if not name.rpartition("/")[2].startswith(".")]:
             reached.set()
             go_on.wait(20)
 
+    monkeypatch.setattr(flushing, "_FILES", 1)
     pieces_before(monkeypatch, stand)
+
+
+def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    stand_at_second_file(monkeypatch, job.where, reached, go_on)
     job.request(0, 7)
     job.smps[0].start()
     assert reached.wait(20)
     job.nodes[0].flush(-1)
-    until(lambda: job.smps[0].duties.flushing[0] is None)
+    until(lambda: job.smps[0].tasks.flushes.current[0] is None)
     go_on.set()
     until(lambda: leftovers(job.where) == [], "gone")
     assert not job.smps[0].events.of("flush_failed")
 
 
-def test_what_it_does_at_the_disks_comes_behind_what_others_do(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    # ioprio_get(2) of a thread, which the C library has no name for; 3 is the class "idle".
-    libc, number = ctypes.CDLL(None), {"x86_64": 252, "aarch64": 31}[os.uname().machine]
-    found = list[int]()
-    pieces_before(monkeypatch, lambda flush: found.append(libc.syscall(number, 1, 0) >> 13))
-    job.start()
-    job.persist(0, 7)
-    assert set(found) == {3} and libc.syscall(number, 1, 0) >> 13 != 3, "its own thread alone"
-
-
-def test_files_of_a_node_are_written_at_once_and_left_at_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of one are bad while the other waits its turn, as it may for long."""
-    job.snapshot(0, 7)
-    good, bad = job.nodes[0].arenas
-    shards, both = threading.local(), threading.Barrier(2)
-    put, before = Flush._put, Flush.before_piece
-
-    def named(self: Flush, pending: Any, arena: Any, checked: Any) -> Any:
-        shards.own = arena.shard
-        return put(self, pending, arena, checked)
-
-    def meet(self: Flush, nbytes: int) -> Iterator[float]:
-        if self.orders.node == "a" and self.snapshot.iteration == 7:
-            if not hasattr(shards, "has_met"):
-                both.wait(20)  # raises where one file comes behind the other
-                shards.has_met = True
-            if shards.own == good.manifest.shard:
-                yield 3600.0
-        yield from before(self, nbytes)
-
-    monkeypatch.setattr(Flush, "_put", named)
-    monkeypatch.setattr(Flush, "before_piece", meet)
-    job.start()
-    job.wait_checked(7)
-    flip(bad, 0, bad.image.chunks[0].begin)
-    job.flush(7)
-    until(lambda: job.smps[0].events.of("flush_failed"))
-    (told,) = job.smps[0].events.of("flush_failed")
-    assert told["reason"]
-    assert job.smps[0].duties.flushing[1] == FlushState.CANNOT, "it is told, and not as one that was stopped"
-    assert not [name for name in leftovers(job.where) if good.manifest.shard in name or bad.manifest.shard in name]
-    job.persist(1, 8)
-
-
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be removing files at that moment, and must not take those of its successor for its own."""
-    told: list[tuple[str, int]] = []
-    write = Flush._write
+    told, writes = list[tuple[str, int]](), threading.Event()
+    own_mark, withdraw = CheckpointTransaction.own_mark, CheckpointTransaction.withdraw
 
-    def recorded(self: Flush, *to: Any) -> None:
-        if self.orders.node != "a":
-            return write(self, *to)
-        told.append(("begins", self.snapshot.iteration))
-        if self.snapshot.iteration == 7:
-            until(lambda: job.smps[0].duties.flushing[0] not in (None, self.snapshot))
+    def begin(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
+        if pending.node == "a":
+            told.append(("begins", pending.snapshot.iteration))
+        return own_mark(pending)
+
+    def remove(pending: CheckpointTransaction) -> None:
+        if pending.node == "a":
             with suppress(AssertionError):
                 until(lambda: ("begins", 8) in told, secs=0.5)
-        try:
-            write(self, *to)
-        finally:
-            told.append(("ends", self.snapshot.iteration))
-        return None
+            told.append(("removes", pending.snapshot.iteration))
+        withdraw(pending)
 
-    monkeypatch.setattr(Flush, "_write", recorded)
+    def stand(node: str) -> None:
+        if node == "a" and ("begins", 8) not in told:
+            writes.set()
+            until(lambda: (job.smps[0].tasks.flushes.current[0] or SnapshotId(LINEAGE, 7)).iteration == 8)
+
+    monkeypatch.setattr(CheckpointTransaction, "own_mark", begin)
+    monkeypatch.setattr(CheckpointTransaction, "withdraw", remove)
+    pieces_before(monkeypatch, stand)
     for slot, iteration in enumerate((7, 8)):
         job.snapshot(slot, iteration)
     job.flush(7)
     job.start()
-    until(lambda: ("begins", 7) in told)
+    assert writes.wait(20)
     job.flush(8)
     job.settled(8)
     job.check(FileStorage(job.where), 8)
-    assert told == [("begins", 7), ("ends", 7), ("begins", 8), ("ends", 8)]
+    assert told == [("begins", 7), ("removes", 7), ("begins", 8)]
 
 
 def begun_by_b(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each piece that node b writes from now on."""
     found: list[int] = []
-    pieces_before(monkeypatch, lambda flush: found.append(1) if flush.orders.node == "b" else None)
+    pieces_before(monkeypatch, lambda node: found.append(1) if node == "b" else None)
     return found
 
 
@@ -249,21 +208,21 @@ def promised(job: Job) -> None:
     until(lambda: job.smps[1].events.of("flushed"))
     until(lambda: any(name.endswith("-done.b") for name in leftovers(job.where)))
     job.nodes[1].flush(-1)
-    until(lambda: job.smps[1].duties.flushing[0] is None)
+    until(lambda: job.smps[1].tasks.flushes.current[0] is None)
 
 
 def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its SMP is killed behind its mark; the next one finds that, and is stopped: the commit may come at any time."""
     promised(job)
-    begun, settles, settle = begun_by_b(monkeypatch), threading.Event(), Flush._settle
+    begun, looks, lacking = begun_by_b(monkeypatch), threading.Event(), CheckpointTransaction.lacks
 
-    def recorded(self: Flush, *arguments: Any) -> None:
-        settles.set()
-        settle(self, *arguments)
+    def look(pending: CheckpointTransaction, *marks: commit.NodeCommitMarker) -> Any:
+        looks.set()
+        return lacking(pending, *marks)
 
-    monkeypatch.setattr(Flush, "_settle", recorded)
+    monkeypatch.setattr(CheckpointTransaction, "lacks", look)
     job.flush(7)
-    assert settles.wait(20)
+    assert looks.wait(20)
     job.smps[0].start()
     job.settled(7)
     assert not begun, "what is there is not written again"
@@ -272,7 +231,6 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
 
 def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that was killed has left it; its node writes the files anew, a little later than others theirs."""
-    monkeypatch.setattr(flushing, "_AGAIN_SECS", 0.05)
     promised(job)
     job.smps[1].pause()
     for name in [name for name in leftovers(job.where) if name.endswith(".safetensors")]:
@@ -283,29 +241,6 @@ def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.
     job.smps[1].start()
     job.settled(7)
     job.check(FileStorage(job.where), 7)
-
-
-def test_what_is_committed_meanwhile_is_not_begun_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second SMP of a node looks for its mark when the commit has taken it away."""
-    promised(job)
-    looks, go_on, own_mark = threading.Event(), threading.Event(), CheckpointTransaction.own_mark
-    begun = begun_by_b(monkeypatch)
-
-    def late(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
-        if pending._node == "b":
-            looks.set()
-            go_on.wait(20)
-        return own_mark(pending)
-
-    monkeypatch.setattr(CheckpointTransaction, "own_mark", late)
-    job.nodes[1].flush(7)
-    assert looks.wait(20)
-    job.nodes[0].flush(7)
-    job.smps[0].start()
-    until(lambda: committed(FileStorage(job.where)) == [7] and leftovers(job.where) == [])
-    go_on.set()
-    job.settled(7)
-    assert not begun and leftovers(job.where) == []
 
 
 def branched(job: Job, lineage: bytes, *iterations: int) -> None:
@@ -319,7 +254,7 @@ def branched(job: Job, lineage: bytes, *iterations: int) -> None:
         for arena in job.arenas:
             arena.control.mark_flush(SnapshotId(lineage, iteration))
         wanted = SnapshotId(lineage, iteration), FlushState.DONE
-        until(lambda w=wanted: all(smp.duties.flushing == w for smp in job.smps), lambda: str(job.told()))  # type: ignore[misc]
+        until(lambda w=wanted: all(smp.tasks.flushes.current == w for smp in job.smps), lambda: str(job.told()))  # type: ignore[misc]
 
 
 def on_branch(job: Job, lineage: Lineage) -> None:
@@ -339,7 +274,7 @@ def test_what_a_branch_abandons_stays_until_enough_of_the_branch_is_there(job: J
     branched(job, b"m" * 16, 20)
     assert [str(name) for name in commit.checkpoints(storage)] == ["iter_0000030", "iter_0000020", "iter_0000020-g1"]
     assert job.check(storage, 20).snapshot.lineage == b"m" * 16 and leftovers(job.where) == ["pins/iter_0000020-g1"]
-    aside = retention.read_manifest(storage, CheckpointName(20, 1))
+    aside = commit.read_manifest(storage, CheckpointName(20, 1))
     assert aside.snapshot.lineage == LINEAGE and aside.lineage == FIRST
     assert {storage.size(f"{folder_of(20)}/{one.file}") for one in aside.shards.values()} == {
         one.nbytes for one in aside.shards.values()
@@ -354,7 +289,6 @@ def test_what_a_branch_abandons_stays_until_enough_of_the_branch_is_there(job: J
 def test_storage_that_fills_up_is_tried_again(
     arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flushing, "_AGAIN_SECS", 0.05)
     with tmpfs(tmp_path / "small", "3m") as small, ExitStack() as stack:
         (small / "other").write_bytes(bytes(2 << 20))
         job = Job(arena_root, str(small))
@@ -382,8 +316,8 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     """SMPs of nodes that it left behind neither commit nor write nor remove anything."""
     storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
 
-    def stand(flush: Flush) -> None:
-        if flush.orders.node == "b":
+    def stand(node: str) -> None:
+        if node == "b":
             reached.set()
             go_on.wait(20)
 
@@ -407,20 +341,22 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytes
     assert committed(storage) == [9] and leftovers(job.where) == []
 
 
-def stopped_once(job: Job, reached: threading.Event) -> Flush:
-    """The flush of iteration 7, told to stop when it has ``reached`` a place where it waits."""
+def stop_once(job: Job, reached: threading.Event) -> None:
+    """Stop the flush of iteration 7 when it has ``reached`` a place where it waits."""
     job.request(0, 7)
     job.start()
     until(reached.is_set)
-    return stop(job, 0)
+    stop(job)
 
 
-def stop(job: Job, smp: int) -> Flush:
-    stopped = job.smps[smp].duties._flush
+def stop(job: Job) -> None:
     job.flush(-1)
     until(lambda: not job.states(7))
-    assert stopped is not None
-    return stopped
+
+
+def until_ended() -> None:
+    """Until the threads of all flushes have ended."""
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("smp-flush")])
 
 
 def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,9 +371,9 @@ def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch
         return found
 
     monkeypatch.setattr(CheckpointTransaction, "marks", late)
-    stopped = stopped_once(job, reached)
+    stop_once(job, reached)
     go_on.set()
-    stopped.join(20)
+    until_ended()
     assert committed(FileStorage(job.where)) == []
 
 
@@ -462,16 +398,9 @@ def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_befor
     go_on.set()
     storage = FileStorage(job.where)
     until(lambda: committed(storage) == [7])
-    stored = retention.read_manifest(storage, CheckpointName(7))
+    stored = commit.read_manifest(storage, CheckpointName(7))
     assert stored.lineage == FIRST, "no start of the new branch takes it"
     assert not StorageCatalog(None, (stored,)).selected(Selection(FIRST.branch(6))).snapshots
-
-
-def test_a_mark_of_a_node_has_the_lineage_of_what_it_has_read() -> None:
-    mark = commit.NodeCommitMarker("a", (), {}, FIRST.branch(90))
-    assert commit.NodeCommitMarker.decode(codec.encode(mark), "") == mark
-    with raises(StorageError):
-        commit.NodeCommitMarker.decode(b'{"node": "a", "files": [], "parts": {}}', "")
 
 
 def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
@@ -479,21 +408,14 @@ def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
 ) -> None:
     """It has restored the same snapshot, which has the same names."""
     standing, go_on = threading.Event(), threading.Event()
-
-    def stand(flush: Flush) -> None:
-        if flush.written:
-            standing.set()
-            go_on.wait(20)
-
-    monkeypatch.setattr(flushing, "_FILES", 1)
-    pieces_before(monkeypatch, stand)
+    stand_at_second_file(monkeypatch, job.where, standing, go_on)
     job.request(0, 7)
     job.smps[1].start()
     until(standing.is_set)
     claim(FileStorage(job.where), "the new run", "job")
-    stopped = stop(job, 1)
+    stop(job)
     go_on.set()
-    stopped.join(20)
+    until_ended()
     assert leftovers(job.where) == [f"iter_0000007/{LINEAGE.hex()}-dp2.safetensors"]
 
 
@@ -506,24 +428,6 @@ def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
     nbytes = sum(arena.image.file_bytes for arena in job.nodes[0].arenas)
     took_secs = until(lambda: job.states(7) == [FlushState.DONE] * 2)
     assert took_secs > 0.7 * nbytes / 2e6
-    job.close()
-
-
-def test_slots_that_get_their_memory_meanwhile_disturb_nothing(arena_root: Path, where: str) -> None:
-    job = Job(arena_root, where, persist_rate="2MB/s")
-    arenas = job.arenas
-    last = arenas[0].control.slots - 1
-    for arena in arenas:
-        arena.free(last)
-    job.start()
-    job.snapshot(0, 7)
-    job.wait_checked(7)
-    job.flush(7)
-    until(lambda: bool(FileStorage(where).unfinished()), "the first bytes")
-    for arena in arenas:
-        arena.allocate(last)
-    job.settled(7)
-    assert committed(FileStorage(where)) == [7]
     job.close()
 
 
@@ -656,10 +560,10 @@ def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch
         return sweep(storage, current, *rest)
 
     monkeypatch.setattr(commit, "sweep", slowly)
-    stopped = stopped_once(job, reached)
+    stop_once(job, reached)
     CheckpointTransaction(storage, SnapshotId(LINEAGE, 5), "b").write("dp2.safetensors", [b"of others"])
     go_on.set()
-    stopped.join(20)
+    until_ended()
     assert leftovers(job.where) == [f"iter_0000005/{LINEAGE.hex()}-dp2.safetensors"]
 
 
@@ -671,8 +575,8 @@ def test_what_a_restart_reads_stays_there_whatever_takes_its_place(job: Job) -> 
     job.request(0, 7)
     job.start()
     job.settled(7)
-    assert retention.read_manifest(storage, CheckpointName(7)).snapshot.lineage == LINEAGE
-    assert retention.read_manifest(storage, CheckpointName(7, 1)).snapshot == before
+    assert commit.read_manifest(storage, CheckpointName(7)).snapshot.lineage == LINEAGE
+    assert commit.read_manifest(storage, CheckpointName(7, 1)).snapshot == before
 
 
 def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
@@ -689,14 +593,9 @@ def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
     assert storage.read(name) == before
 
 
-def fill_up(small: Path) -> None:
-    (small / "other").write_bytes(bytes(4096))
-    leave_free(small, 0)
-
-
 def saves(job: Job, where: Path, anew: bool = False) -> list[str]:
     """What both nodes say of a flush without ranks."""
-    return [smp.duties.persist(PersistRequest(str(where), 30.0, anew))["flush"] for smp in job.smps]
+    return [smp.tasks.flushes.persist(PersistRequest(str(where), 30.0, anew))["flush"] for smp in job.smps]
 
 
 def test_a_save_that_failed_is_begun_once_more(job: Job, tmp_path: Path) -> None:
@@ -711,52 +610,3 @@ def test_a_save_that_failed_is_begun_once_more(job: Job, tmp_path: Path) -> None
     saves(job, where, anew=True)
     until(lambda: saves(job, where) == ["done"] * 2)
     assert committed(FileStorage(str(where))) == [7]
-
-
-def test_a_save_is_tried_again_where_storage_may_come_back(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(final_flush, "_AGAIN_SECS", 0.1)
-    with tmpfs(tmp_path / "small", "4m") as small:
-        job.snapshot(0, 7)
-        job.start()
-        job.wait_checked(7)
-        fill_up(small)
-        saves(job, small, anew=True)
-        time.sleep(0.5)
-        assert saves(job, small) == ["working"] * 2
-        leave_free(small, 4 << 20)
-        until(lambda: saves(job, small) == ["done"] * 2)
-        assert committed(FileStorage(str(small))) == [7]
-
-
-def claimed(where: Path) -> Seen:
-    """What is told while the start of this run claims a place."""
-    topology = Topology(0, (RankPlace({"dp": 0}, "a"),), {"dp": 1})
-    group = cast(Group, SimpleNamespace(name="this run"))
-    NodeSmp(
-        Config(job="job", node="a", persist=str(where)), topology, group, seen := Seen(), ["machine"]
-    )._claim_storage()
-    return seen
-
-
-def test_a_place_that_is_full_at_the_start_becomes_this_run_s_yet(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", "4m") as small:
-        fill_up(small)
-        claimed(small)
-        time.sleep(0.3)
-        storage = FileStorage(str(small))
-        assert storage.size("owner.json") is None
-        leave_free(small, 1 << 20)
-        until(lambda: storage.size("owner.json"), secs=10)
-        assert require_owner(storage, "this run")
-
-
-def test_a_place_that_is_not_there_at_the_start_becomes_this_run_s_yet(tmp_path: Path) -> None:
-    """Whatever is wrong with it somebody may put right."""
-    where = tmp_path / "mounted"
-    seen = claimed(where)
-    until(lambda: seen.of("storage_fails"))
-    where.mkdir()
-    until((where / "owner.json").exists, secs=10)
-    assert require_owner(FileStorage(str(where)), "this run")

@@ -33,8 +33,3 @@ def test_storage_stands_in_for_what_memory_has_lost(arena_root: Path) -> None:
     assert alone.iteration == -1 and not lacks(alone.problem, "dp1")
     stored = forecast(one, [3], lambda query: ())
     assert (stored.iteration, stored.source) == (3, "storage") and stored.passed_over == (alone.problem,)
-
-
-def test_a_job_without_a_snapshot_begins_anew() -> None:
-    nothing = forecast(Inventory(), [], lambda query: ())
-    assert (nothing.iteration, nothing.source, nothing.problem) == (-1, "nothing", "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from typing import Any
 
@@ -72,37 +70,6 @@ def test_impossible_geometry_is_refused_with_the_key(change: dict[str, Any], mes
         Fragment(**{**good, **change})
 
 
-@given(fragments())
-def test_a_fragment_survives_json(fragment: Fragment) -> None:
-    assert Fragment.from_json(json.loads(json.dumps(fragment.to_json()))) == fragment
-
-
-@given(fragments(), st.data())
-def test_parts_count_from_the_fragments_own_start(fragment: Fragment, data: st.DataObject) -> None:
-    cut = data.draw(st.integers(0, fragment.numel))
-    left, right = fragment.part(0, cut), fragment.part(cut, fragment.numel)
-    assert (left.start, left.stop, right.stop) == (fragment.start, right.start, fragment.stop)
-    assert left.nbytes + right.nbytes == fragment.nbytes == fragment.numel * fragment.item_bytes
-    assert right.part(0, right.numel) == right
-
-
-def test_a_part_cannot_leave_the_box() -> None:
-    with pytest.raises(ValueError):
-        MANIFEST.stepped[0].part(0, 9)
-
-
-@given(st.lists(fragments(), min_size=2, max_size=2))
-def test_names_tell_key_box_and_range(pair: list[Fragment]) -> None:
-    a, b = (f.with_key("weight/a") for f in pair)
-    assert (a.name == b.name) == ((a.box, a.start, a.stop) == (b.box, b.start, b.stop))
-    assert a.with_key("weight/b").name != a.name
-
-
-def test_a_scalar_is_one_element() -> None:
-    scalar = Fragment.whole("step", "I64", (), Box((), ()))
-    assert (scalar.numel, scalar.nbytes, scalar.name) == (1, 8, "step[+](0:1)")
-
-
 @given(manifests())
 def test_a_manifest_comes_back_equal_in_the_order_of_its_coordinates(manifest: Manifest) -> None:
     back = Manifest.decode(manifest.encode())
@@ -140,29 +107,3 @@ def test_flipped_bits_and_cuts_are_refused_or_harmless(manifest: Manifest, data:
         encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     attempt(bytes(encoded))
     attempt(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
-
-
-FOREIGN: list[Any] = [None, "x", -1, 1.5, 10**30, float("inf"), float("nan"), [], [[]], {}, [1, 2, 3], [["k", None]]]
-
-
-@pytest.mark.parametrize("value", FOREIGN, ids=repr)
-@pytest.mark.parametrize(
-    "name", ["coords", "layout", "stepped", "volatile", "objects_bytes", "chunk_bytes", "version"]
-)
-def test_a_field_of_another_kind_is_refused_or_harmless(name: str, value: Any) -> None:
-    attempt(json.dumps({**json.loads(MANIFEST.encode()), name: value}).encode())
-
-
-@pytest.mark.parametrize("value", FOREIGN, ids=repr)
-@pytest.mark.parametrize("place", range(7))
-def test_a_fragment_of_other_kinds_is_a_value_error(place: int, value: Any) -> None:
-    text = MANIFEST.stepped[0].to_json()
-    text[place] = value
-    with contextlib.suppress(ValueError):
-        Fragment.from_json(text)
-
-
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"version":1}'])
-def test_foreign_bytes_are_corrupt(data: bytes) -> None:
-    with pytest.raises(CorruptError):
-        Manifest.decode(data)

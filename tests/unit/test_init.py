@@ -6,8 +6,6 @@ import errno
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from ftckpt.cli import init
 from ftckpt.cli.main import main
 from tests.support.errors import lacks
-from tests.support.launching import ROOT
+from tests.support.repository import ROOT
 
 
 def files(folder: Path) -> set[str]:
@@ -40,16 +38,6 @@ def test_a_kit_has_all_that_its_files_and_commands_name(
         sourced = re.findall(r'^source "\$(?:HERE|ROOT)/(?:launch/)?(\w+\.sh)"', text, re.M)
         imported = re.findall(r"^(?:from|import) (text_data|deepspeed_model)\b", text, re.M)
         assert {f"launch/{one}" for one in sourced} | {f"launch/{one}.py" for one in imported} <= written, name
-
-
-def test_a_script_of_a_kit_runs_where_it_was_written(tmp_path: Path) -> None:
-    assert main(["init", "torchrun", str(tmp_path)]) == 0
-    words = ["--job", "first", "--nproc", "4", "--dry-run", "launch/train_gpt.py", "--ftckpt"]
-    env = {**os.environ, "FTCKPT_PYTHON": sys.executable}
-    run = subprocess.run(
-        ["bash", "launch/torchrun.sh", *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
-    assert "-m ftckpt run" in run.stdout and "launch/train_gpt.py --ftckpt" in run.stdout
 
 
 def test_files_of_the_user_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,12 +77,6 @@ def test_a_file_in_the_way_is_named_and_nothing_is_left(
     assert (tmp_path / at).read_text() == "mine"
 
 
-def test_a_directory_in_place_of_a_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "launch" / "job.sh").mkdir(parents=True)
-    assert main(["init", "torchrun", str(tmp_path), "--force"]) == 2
-    assert "launch/job.sh" in capsys.readouterr().err and not files(tmp_path)
-
-
 def test_a_disk_that_fails_half_way_leaves_the_users_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,17 +95,3 @@ def test_a_disk_that_fails_half_way_leaves_the_users_files(
     assert capsys.readouterr().err
     assert files(tmp_path) == {"configs/ftckpt.flags"} and not (tmp_path / "launch").exists()
     assert (tmp_path / "configs" / "ftckpt.flags").read_text() == "mine"
-
-
-def test_an_installation_without_files_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(init, "shipped", lambda: tmp_path / "none")
-    assert main(["init", "patches", str(tmp_path / "to")]) == 2
-    assert "patches/*.patch" in capsys.readouterr().err and not (tmp_path / "to").exists()
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert re.fullmatch(r"ftckpt \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.cli.main import main
-from ftckpt.memory import directory, log_archive
-from ftckpt.memory.directory import SMP_LOG_NAME, clean_job, node_directory, remove_job_if_empty
+from ftckpt.memory import log_archive
+from ftckpt.memory.directory import SMP_LOG_NAME, clean_job, node_directory
 from ftckpt.memory.log_archive import SmpLog, keep_logs, take_log
 from tests.support.errors import lacks
 
@@ -48,29 +47,6 @@ def test_a_rerun_overwrites_nothing_and_the_oldest_go(state: Path) -> None:
     assert kept == [b"5", b"4", b"3", b"2"]
 
 
-def test_each_node_has_its_own_number_of_them(state: Path) -> None:
-    """A home directory may be that of all nodes."""
-    for node in range(64):
-        keep_logs([SmpLog("train", f"n{node}", LOUD)])
-    assert len(names(state)) == 64
-    for job in range(20):
-        keep_logs([SmpLog(f"other{job}", "n7", LOUD)])
-        os.utime(state / f"other{job}@n7.log", (job, job))
-    assert len(names(state)) == 63 + 16
-    assert "other4@n7.log" not in names(state) and "other5@n7.log" in names(state), "the oldest have gone"
-
-
-def test_where_there_is_no_room_for_it_that_is_told(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    state.parent.write_text("a file")
-    keep_logs([SmpLog("train", "n0", LOUD)], told.append)
-    monkeypatch.setenv("XDG_STATE_HOME", "")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    keep_logs([SmpLog("train", "n0", LOUD)], told.append)
-    assert not lacks(told[0], "20") and told[1]
-    assert not Path("~").exists()
-
-
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Home is on storage that hangs."""
@@ -92,57 +68,9 @@ def test_nobody_waits_for_storage_that_hangs(arena_root: Path) -> None:
     assert [lacks(line, "n0", "0.2 s") for line in told] == [[]]
 
 
-def test_it_is_kept_where_something_else_cannot_be_removed(
-    state: Path, arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node_dir = node_directory(arena_root, "train", "n0")
-    (node_dir / SMP_LOG_NAME).write_bytes(LOUD)
-
-    def busy(*_: object) -> None:
-        raise OSError(16, "it is busy")
-
-    monkeypatch.setattr(directory, "_remove_found", busy)
-    with pytest.raises(OSError, match="busy"):
-        clean_job(arena_root, "train")
-    assert (state / "train@n0.log").read_bytes() == LOUD
-
-
-def test_a_process_that_may_start_no_thread_ends_all_the_same(
-    state: Path, arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    told: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        keep_logs([SmpLog("train", "n0", LOUD)], told.append)
-    assert "can't start new thread" in told[0] and not state.exists()
-
-
 def test_of_those_that_take_it_at_once_one_has_it(tmp_path: Path) -> None:
     (tmp_path / SMP_LOG_NAME).write_bytes(LOUD)
     first, second = (take_log(tmp_path / SMP_LOG_NAME, "train", "n0") for _ in range(2))
     assert (first.text, second.text) == (LOUD, b"") and not list(tmp_path.iterdir())
     os.mkfifo(tmp_path / SMP_LOG_NAME)
     assert take_log(tmp_path / SMP_LOG_NAME, "train", "n0").text == b"", "nobody waits for who would write into it"
-
-
-def test_who_removes_an_empty_directory_keeps_the_log(state: Path, arena_root: Path) -> None:
-    """No SMP may live that could."""
-    node_dir = node_directory(arena_root, "train", "n0")
-    (node_dir / SMP_LOG_NAME).write_bytes(LOUD)
-    assert remove_job_if_empty(arena_root, "train", "n0")
-    assert (state / "train@n0.log").read_bytes() == LOUD and not list(arena_root.iterdir())
-
-
-def test_clean_keeps_the_logs_of_all_nodes_and_says_where(
-    state: Path, arena_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for node in ("n0", "n1"):
-        (node_directory(arena_root, "train", node) / SMP_LOG_NAME).write_bytes(LOUD + node.encode())
-    assert main(["clean", "train", "--arena", str(arena_root)]) == 0
-    assert [(state / f"train@{node}.log").read_bytes()[-2:] for node in ("n0", "n1")] == [b"n0", b"n1"]
-    said = capsys.readouterr().err.splitlines()
-    assert [line.rpartition(" ")[2] for line in said] == [str(state / f"train@n{node}.log") for node in (0, 1)]
-    assert not list(arena_root.iterdir())

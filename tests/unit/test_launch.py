@@ -16,8 +16,8 @@ import pytest
 
 from ftckpt.frameworks.launcher import job_name, node_name
 from tests.support.errors import lacks
-from tests.support.launching import ROOT, Call, Standins
-from tests.support.repository import repository_files
+from tests.support.launching import Call, Standins
+from tests.support.repository import ROOT, repository_files
 from tests.support.waiting import until
 
 SCRIPTS = ("torchrun.sh", "deepspeed.sh", "frontier.sbatch", "a100.sbatch")
@@ -54,34 +54,6 @@ def test_shellcheck_has_nothing_to_say() -> None:
     assert run.returncode == 0, run.stdout
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_tells_every_option(standins: Standins, script: str) -> None:
-    told = standins.launch(script, "--help", env=standins.slurm("n1"))
-    assert told.returncode == 0 and "#" not in told.stdout.split("\n")[0]
-    source = "".join((ROOT / "launch" / name).read_text() for name in (script, "slurm.sh")[: 1 + (script in BATCH)])
-    options = set(re.findall(r"^ +(?:-h \| )?(--(?!ftckpt)[a-z-]+)\)", source, re.M)) - {"--help"}
-    assert len(options) >= 8
-    assert options == set(re.findall(r"^  (--[a-z-]+)", told.stdout, re.M))
-    assert not standins.calls("srun")
-
-
-@pytest.mark.parametrize("words", ["demo.sh --help", "demo.sh --scene rank -h", "test.sh --help"])
-def test_help_needs_no_environment(words: str, tmp_path: Path) -> None:
-    script, *argv = words.split()
-    env = {**os.environ, "FTCKPT_VENV": str(tmp_path / "venv"), "FTCKPT_PYTHON": "false", "PATH": "/usr/bin:/bin"}
-    ran = subprocess.run(
-        ["bash", f"launch/{script}", *argv],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0 and not lacks(ran.stdout, "3.10") and "  --" in ran.stdout, ran.stderr
-    assert not list(tmp_path.iterdir())
-
-
 # torchrun.sh
 
 
@@ -113,20 +85,6 @@ def test_several_nodes(standins: Standins) -> None:
     assert "is_host=0" in fourth.after("--rdzv-conf") and "--local-addr=x" in fourth.argv
 
 
-@pytest.mark.parametrize("runner", ["ftckpt.megatron", "ftckpt.deepspeed", "none", "my.run"])
-def test_torchrun_takes_the_place_of_ftckpt_run(standins: Standins, runner: str) -> None:
-    env = standins.environment(FTCKPT_LAUNCHER="torch.distributed.run")
-    standins.launch("torchrun.sh", "--job", "a", "--runner", runner, str(standins.script), "x", env=env)
-    (call,) = standins.calls("python3")
-    assert call.argv[:3] == ["-m", "torch.distributed.run", "--nnodes"]
-    assert call.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
-    program = [str(standins.script), "x"]
-    assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == (
-        program if runner == "none" else ["-m", runner, *program]
-    )
-
-
 @pytest.mark.parametrize(
     ("runner", "program"),
     [("ftckpt.megatron", []), ("ftckpt.deepspeed", []), ("none", []), ("my.run", ["-m", "my.run"])],
@@ -141,18 +99,6 @@ def test_ftckpt_run_is_launcher_and_runner(standins: Standins, runner: str, prog
     runs_itself = [] if runner == "none" else ["-m", runner]
     assert bound.argv[bound.argv.index("-u") + 1 :] == [*runs_itself, str(standins.script), "x"]
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
-
-
-def test_variables_stand_in_for_options_and_options_win(standins: Standins) -> None:
-    env = standins.environment(
-        FTCKPT_JOB="old", FTCKPT_NODES="2", FTCKPT_ENDPOINT="h:1", FTCKPT_NPROC="4", FTCKPT_RESTARTS="7",
-        FTCKPT_NODE_RANK="1", FTCKPT_RUNNER="none", CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )  # fmt: skip
-    standins.launch("torchrun.sh", "--job", "new", "--nproc", "2", str(standins.script), env=env)
-    (call,) = standins.calls("python3")
-    words = ("--nnodes", "--rdzv-endpoint", "--nproc-per-node", "--max-restarts", "--rdzv-id")
-    assert [call.after(word) for word in words] == ["2", "h:1", "2", "7", "new"]
-    assert job_name(None, call.env) == "new" and call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_a_dry_run_prints_the_command_that_would_run(standins: Standins) -> None:
@@ -302,15 +248,6 @@ def test_flag_files_are_read_without_comments_and_without_expansion(standins: St
     assert call.argv[call.argv.index(str(standins.script)) + 1 :] == words
 
 
-def test_a_flag_file_with_an_open_quote_is_refused(standins: Standins) -> None:
-    path = standins.here / "open.flags"
-    path.write_text("--name 'open\n")
-    ran = standins.launch("torchrun.sh", "--job", "a", "--flags", str(path), str(standins.script))
-    assert ran.returncode == 2 and not lacks(ran.stderr, "open.flags")
-    path.write_text("# nothing\n")
-    assert standins.launch("torchrun.sh", "--job", "a", "--flags", str(path), str(standins.script)).returncode == 0
-
-
 # deepspeed.sh
 
 
@@ -329,33 +266,6 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
     assert call.argv == [*where.split(), "--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"]
     assert job_name(None, {**call.env, "RANK": "0"}) == "a"
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
-
-
-@pytest.mark.parametrize(("runner", "words"), [("none", []), ("my.run", ["--module", "--no_local_rank", "my.run"])])
-def test_another_runner_finds_the_script_first(standins: Standins, runner: str, words: list[str]) -> None:
-    standins.launch("deepspeed.sh", "--job", "a", "--runner", runner, str(standins.script), "x")
-    (call,) = standins.calls("deepspeed")
-    assert call.argv[call.argv.index("--master_port") + 2 :] == [*words, str(standins.script), "x"]
-
-
-def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: Standins) -> None:
-    hosts, seen = standins.here / "hosts", standins.here / "seen"
-    hosts.write_text("a slots=8\n")
-    (standins.here / "mine").write_text("MINE=1\n\n")
-    (standins.bin / "deepspeed").write_text(f'#!/bin/sh\ncat "$DS_ENV_FILE" >{seen}\n')
-    env = standins.environment(DS_ENV_FILE=str(standins.here / "mine"))
-    standins.launch("deepspeed.sh", "--job", "a", "--hostfile", str(hosts), str(standins.script), env=env)
-    assert re.fullmatch(r"MINE=1\nFTCKPT_JOB=a\nFTCKPT_RUN=a\.\d+\.\d+\n", seen.read_text())
-
-
-def test_deepspeed_is_started_again_until_it_ends_well(standins: Standins) -> None:
-    standins.codes(247, 1)
-    env = standins.environment(FTCKPT_PAUSE_SECS="0")
-    ran = standins.launch("deepspeed.sh", "--job", "a", "--port", "5000", str(standins.script), env=env)
-    assert ran.returncode == 0, ran.stderr
-    calls = standins.calls("deepspeed")
-    assert [call.after("--master_port") for call in calls] == ["5000", "5001", "5002"]
-    assert {job_name(None, {**call.env, "RANK": "0"}) for call in calls} == {"a"}
 
 
 def test_deepspeed_is_started_again_a_bounded_number_of_times(standins: Standins) -> None:
@@ -477,16 +387,6 @@ def test_an_a100_step_is_one_agent_on_each_node(standins: Standins) -> None:
     assert set(agents) == {"n1", "n2"}
 
 
-@pytest.mark.parametrize("script", BATCH)
-def test_a_failed_step_is_followed_by_another_of_the_same_job(standins: Standins, script: str) -> None:
-    standins.codes(137, 1)
-    assert nodes_of_steps(standins, script, "n1", "n2", "n3") == ["n1,n2"] * 3, "a spare was taken without need"
-    steps = standins.steps()
-    assert {job_name(None, step.env) for step in steps} == {"slurm-4711"}
-    assert len({step.env.get("MASTER_PORT") or step.after("--endpoint") for step in steps}) == 3
-    assert not standins.cleaned()
-
-
 def nodes_of_steps(standins: Standins, script: str, *nodes: str) -> list[str]:
     """Those of each step of a job that ends well."""
     ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm(*nodes))
@@ -542,16 +442,6 @@ def test_a_spare_takes_the_place_of_a_lost_node(
 
 
 @pytest.mark.parametrize("script", BATCH)
-def test_too_few_nodes_are_left(standins: Standins, script: str) -> None:
-    standins.codes(1)
-    standins.dead("n1", "n2")
-    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
-    assert ran.returncode == 2 and not lacks(ran.stderr, "1", "2")
-    assert not lacks(ran.stdout, "n1")
-    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1", "n2", "n3"}
-
-
-@pytest.mark.parametrize("script", BATCH)
 def test_the_job_goes_on_with_fewer_nodes_where_no_spare_is_left(standins: Standins, script: str) -> None:
     standins.codes(1, "dead:n2,n3", "dead:", "dead:n1,n2,n3")
     standins.dead("n2")
@@ -573,13 +463,6 @@ def stopped(standins: Standins, script: str, *words: str, env: dict[str, str], s
         if stops:
             batch.send_signal(signal.SIGTERM)
         return batch.wait(30)
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
-    standins.codes("hang")
-    assert stopped(standins, script, str(standins.script), env=standins.slurm("n1")) == 143
-    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}
 
 
 def requeued(standins: Standins) -> bool:
@@ -674,22 +557,6 @@ def test_what_is_done_on_the_first_node_needs_no_step(standins: Standins, script
         assert there == ["n2"] and [word in call.argv for call in standins.calls("python3")].count(True) == 1
 
 
-def test_a_job_that_protects_nothing_has_smps(standins: Standins) -> None:
-    standins.codes("smps:1")
-    words = ["--ftckpt", "--ftckpt-protect", "none"]
-    standins.launch("frontier.sbatch", str(standins.script), *words, env=standins.slurm("n1"))
-    assert standins.steps() and [call for call in standins.calls("srun") if smp_step(call)]
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_a_dry_run_prints_the_step(standins: Standins, script: str) -> None:
-    dry = standins.launch(script, "--dry-run", str(standins.script), env=standins.slurm("n1"))
-    assert dry.returncode == 0 and not standins.calls("srun")
-    standins.launch(script, str(standins.script), env=standins.slurm("n1"))
-    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {dry.stdout}"], capture_output=True, text=True, check=True)
-    assert words.stdout.split("\0")[:-1] == ["srun", *standins.steps()[0].argv]
-
-
 @pytest.mark.parametrize("script", BATCH)
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
@@ -712,11 +579,6 @@ def test_what_is_wrong_with_a_batch_is_said(
     standins: Standins, script: str, arguments: list[str], env: dict[str, str], message: str
 ) -> None:
     is_refused(standins, script, arguments, message, **env)
-
-
-def test_a_frontier_node_has_eight_gcds(standins: Standins) -> None:
-    ran = standins.launch("frontier.sbatch", "--nproc", "9", str(standins.script), env=standins.slurm("n1"))
-    assert ran.returncode == 2 and not lacks(ran.stderr, "--nproc", "8")
 
 
 @pytest.mark.parametrize("script", BATCH)

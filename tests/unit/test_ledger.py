@@ -87,24 +87,6 @@ def test_all_that_is_of_no_use_is_freed(ledger: Ledger, needed: set[SnapshotId])
         )
 
 
-@given(ledgers, _needed, _needed)
-def test_more_that_is_needed_frees_no_arena_more(
-    ledger: Ledger, needed: set[SnapshotId], more: set[SnapshotId]
-) -> None:
-    def arenas(ledger: Ledger) -> set[str]:
-        return {entry.arena for entry in left(ledger).entries}
-
-    assert arenas(ledger.spare(needed)) <= arenas(ledger.spare(needed | more))
-
-
-@given(ledgers, _needed)
-def test_a_second_look_finds_nothing_to_free(ledger: Ledger, needed: set[SnapshotId]) -> None:
-    assert free(left(ledger.spare(needed)).spare(needed)) == set()
-    assert ledger.spare(needed).free_bytes == sum(
-        entry.nbytes for entry in ledger.spare(needed).entries if entry.state == MemoryState.FREE
-    )
-
-
 def test_a_start_needs_what_is_whole_and_what_is_protected() -> None:
     whole, protected, other = SNAPSHOTS[2], SNAPSHOTS[1], SNAPSHOTS[0]
     ledger = replace(
@@ -119,12 +101,6 @@ def test_parity_that_an_smp_guards_gives_no_memory_back_unless_its_arena_goes() 
     ledger = Ledger((lent, slot))
     assert ledger.spare({SNAPSHOTS[1]}).free_bytes == 0 and free(ledger.spare({SNAPSHOTS[1]})) == {("a", "parity")}
     assert ledger.spare(set()).free_bytes == 1100
-
-
-def test_what_is_needed_later_takes_the_place_of_what_is_freed() -> None:
-    now, later = LedgerEntry("slots", 100, MemoryState.NOW), LedgerEntry("slots", 30, MemoryState.LATER)
-    ledger = Ledger((now, later)) + Ledger((LedgerEntry("old", 50, MemoryState.FREE), LedgerEntry("there", 1000)))
-    assert (ledger.now_bytes, ledger.later_bytes, ledger.free_bytes) == (100, 80, 50)
 
 
 @given(st.integers(0, 6), st.integers(1, 6), st.integers(0, 3), st.integers(-3, 6))

@@ -1,15 +1,20 @@
-"""Which snapshots are in the history of a head: pure functions over lists of branches."""
+"""Which snapshots are in the past of a head, and the lineage in a node's file: as it was written, or none at all."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftckpt.errors import ArenaError
+from ftckpt.memory.directory import LINEAGE_NAME
+from ftckpt.memory.lineage_file import read_lineage, write_lineage
 from ftckpt.model import codec
 from ftckpt.model.lineage import (
+    FIRST,
     NO_CHECKPOINT,
-    NO_LIMIT,
     NO_REQUEST,
     UNKNOWN,
     Branch,
@@ -17,14 +22,11 @@ from ftckpt.model.lineage import (
     LoadedCheckpoint,
     Selection,
     is_past,
-    last_shared,
     lineage_after,
     newest,
     rollback_reason,
 )
 from ftckpt.model.snapshot import SnapshotId
-
-FIRST = lineage_after(UNKNOWN, NO_CHECKPOINT, None, -1, ())
 
 
 def test_rolling_back_makes_a_branch_and_abandons_only_what_is_newer() -> None:
@@ -32,31 +34,6 @@ def test_rolling_back_makes_a_branch_and_abandons_only_what_is_newer() -> None:
     assert back.branches == (Branch(1), Branch(2, 40))
     assert [is_past(FIRST, iteration, back) for iteration in (0, 40, 41, 90)] == [True, True, False, False]
     assert is_past(back, 90, back) and is_past(FIRST, 90, FIRST)
-
-
-def test_rolling_back_further_than_a_branch_leaves_that_branch() -> None:
-    middle = FIRST.branch(40)
-    back = middle.branch(20)
-    assert back.branches == (Branch(1), Branch(3, 20))
-    assert [last_shared(FIRST, back), last_shared(middle, back), last_shared(FIRST, middle)] == [20, 20, 40]
-
-
-def test_rolling_back_within_a_branch_keeps_the_branches_before_it() -> None:
-    middle = FIRST.branch(40)
-    back = middle.branch(60)
-    assert back.branches == (Branch(1), Branch(2, 40), Branch(3, 60))
-    # A node that knows generation 1 alone was away since before 40.
-    assert [last_shared(FIRST, back), last_shared(middle, back)] == [40, 60]
-
-
-def test_a_history_without_a_past_shares_nothing() -> None:
-    fresh = FIRST.branch(-1)
-    assert fresh.branches == (Branch(2, -1),) and last_shared(FIRST, fresh) == -1
-    assert not is_past(FIRST, 0, fresh)
-
-
-def test_where_no_lineage_was_recorded_what_is_there_counts() -> None:
-    assert last_shared(UNKNOWN, FIRST.branch(3)) == NO_LIMIT and is_past(UNKNOWN, 90, FIRST.branch(3))
 
 
 BRANCHING = st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 30)), max_size=6)
@@ -74,13 +51,6 @@ def test_is_past_agrees_with_a_replay_of_every_branch(branching: list[tuple[int,
     for one, ours in zip(histories, taken, strict=True):
         for head, theirs in zip(histories, taken, strict=True):
             assert is_past(one, at, head) == (ours[: at + 1] == theirs[: at + 1])
-
-
-def test_the_head_is_the_newest_that_any_node_knows() -> None:
-    back = FIRST.branch(40)
-    assert newest([UNKNOWN, back, FIRST]) == back and newest([]) == UNKNOWN
-    found = [Lineage(back.branches, found=found) for found in (3, 70, 5)]
-    assert newest([*found, FIRST]).found == 70
 
 
 @pytest.mark.parametrize(
@@ -131,12 +101,6 @@ def test_a_start_from_a_checkpoint_of_the_script_has_no_past() -> None:
     assert lineage_after(head, LoadedCheckpoint(70, lasting=False), None, -1, ()).found == -1
 
 
-def test_a_lineage_is_what_it_was_after_json() -> None:
-    lineage = Lineage(FIRST.branch(40).branches, ("restore-from iter_0000040-g1",), 7)
-    read = codec.decode(codec.encode(lineage), Lineage)
-    assert (read, read.requests, read.found) == (lineage, lineage.requests, 7)
-
-
 def test_doubtful_snapshots_are_those_of_one_branch_after_the_trusted_one_up_to_the_alarm() -> None:
     head = FIRST.doubt(20, 30)
     selection = Selection(head)
@@ -164,3 +128,36 @@ def test_what_one_node_doubts_all_doubt_and_json_keeps_it() -> None:
     one, other = FIRST.doubt(20, 30), FIRST.doubt(15, 30)
     assert newest([FIRST, one, other]).doubtful == one.doubtful + other.doubtful
     assert codec.decode(codec.encode(one), Lineage).doubtful == one.doubtful
+
+
+def test_a_lineage_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_lineage(tmp_path) == UNKNOWN
+    for lineage in (FIRST, FIRST.branch(40)):
+        write_lineage(tmp_path, lineage)
+        assert read_lineage(tmp_path) == lineage
+    assert [path.name for path in tmp_path.iterdir()] == [LINEAGE_NAME]
+
+
+@pytest.mark.parametrize("at", [0, 5, 40, 60])
+def test_a_damaged_file_is_no_lineage(at: int, tmp_path: Path) -> None:
+    write_lineage(tmp_path, FIRST.branch(40))
+    data = bytearray((tmp_path / LINEAGE_NAME).read_bytes())
+    data[at] ^= 1
+    (tmp_path / LINEAGE_NAME).write_bytes(data)
+    assert read_lineage(tmp_path) == UNKNOWN
+    (tmp_path / LINEAGE_NAME).write_bytes(data[: at + 1])
+    assert read_lineage(tmp_path) == UNKNOWN
+
+
+def test_a_lineage_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full tmpfs takes no page, and a job that resumes needs none."""
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    write_lineage(tmp_path, FIRST)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    write_lineage(tmp_path, FIRST)
+    with pytest.raises(ArenaError):
+        write_lineage(tmp_path, FIRST.branch(3))
+    assert read_lineage(tmp_path) == FIRST

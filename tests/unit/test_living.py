@@ -13,8 +13,8 @@ from ftckpt.memory.directory import LOCK_NAME, node_directory
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import JOB_LOCK_NAME
 from ftckpt.smp.liveness import Liveness
-from tests.support.containers import RANK, rank_elsewhere
-from tests.support.launching import ROOT
+from tests.support.mounting import RANK, rank_elsewhere
+from tests.support.repository import ROOT
 
 ARENA = "dp0.00000000"
 

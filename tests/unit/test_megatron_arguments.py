@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from enum import Enum
@@ -14,7 +13,7 @@ from ftckpt.config import Config
 from ftckpt.megatron import callbacks
 from ftckpt.megatron.counters import Counters
 from ftckpt.model import objects
-from ftckpt.universal.megatron.common import arguments_of, make_common
+from ftckpt.universal.megatron.common import make_common
 
 
 @pytest.mark.parametrize(
@@ -87,33 +86,3 @@ def test_megatron_finds_its_position_among_the_arguments() -> None:
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
     assert args.no_save_rng is True
     assert (args.lr, args.bf16, args.load, args.split) == (1e-3, True, None, [9, 1])
-
-
-def test_what_is_of_one_rank_or_cannot_be_read_everywhere_is_left_out() -> None:
-    found = arguments_of(snapshot())
-    assert not {"rank", "local_rank", "ftckpt", "ftckpt_job", "attention_backend", "dtype"} & found.keys()
-
-
-def test_a_restart_keeps_its_own_arguments() -> None:
-    args = arguments()
-    args.num_layers = 8
-    Counters(args).load_state_dict(snapshot()["shards"]["tp0-pp0-dp0"]["objects"]["counters"])
-    assert (args.num_layers, args.iteration, args.consumed_train_samples) == (8, 5, 80)
-
-
-def test_arguments_of_megatrons_own_checkpoint_come_first() -> None:
-    own = {"args": {"num_layers": 2}, "num_floating_point_operations_so_far": 7}
-    found = {**snapshot(), "megatron": own}
-    assert arguments_of(found) == {"num_layers": 2}
-    made = make_common(found, 5, None, False, {})
-    assert (made["args"].num_layers, made["num_floating_point_operations_so_far"]) == (2, 7)
-
-
-@pytest.mark.parametrize("broken", ["", "[1]", json.dumps("text"), None, 3])
-def test_a_job_without_megatrons_train_loop_has_none(broken: Any) -> None:
-    found = snapshot()
-    found["shards"]["tp0-pp0-dp0"]["objects"]["counters"]["arguments"] = broken
-    assert arguments_of(found) == {}
-    for other in ({}, {"shards": {"dp0": {"counters": {"global_steps": 5}}}}, {"shards": {"dp0": None}}):
-        assert arguments_of(other) == {}
-        assert "args" not in make_common(other, 5, None, False, {})

@@ -79,13 +79,6 @@ def test_the_loop_is_replaced_once_and_put_back() -> None:
     assert not replaced(training)
 
 
-def test_the_loop_of_megatron_lm_is_left_alone() -> None:
-    training = loop_of()
-    del training._create_ds_config_dict
-    install(training)
-    assert not replaced(training)
-
-
 def test_a_loop_without_one_of_the_functions_is_refused_by_name_once_ftckpt_is_on() -> None:
     training = loop_of()
     del training.train_step
@@ -100,25 +93,6 @@ def test_a_loop_without_one_of_the_functions_is_refused_by_name_once_ftckpt_is_o
     del training.setup_model_and_optimizer
     install(training)
     assert not replaced(training)
-
-
-def test_arguments_are_handed_on_as_they_are_given() -> None:
-    training = loop_of()
-    training.training_log = lambda loss_dict, total_loss_dict, rate: (loss_dict, total_loss_dict, rate)
-    install(training)
-    assert training.training_log(rate=3, total_loss_dict=2, loss_dict=1) == (1, 2, 3)
-
-
-def test_losses_are_followed_however_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, counters, seen = TrainLoop(loop_of()), LoopCounters(Namespace(**COUNTED)), dict[str, Any]()
-    follow_with(loop, counters, monkeypatch)
-
-    def log(loss_dict: dict[str, Any], total_loss_dict: dict[str, Any], rate: float) -> str:
-        return "logged"
-
-    assert loop.training_log(log, rate=0.1, total_loss_dict=seen, loss_dict={}) == "logged"
-    seen["lm loss"] = 4.0
-    assert counters.state_dict()["log_sums"] == {"lm loss": 4.0}
 
 
 @pytest.fixture
@@ -215,21 +189,6 @@ def test_where_nothing_is_trained_nothing_is_followed(name: str) -> None:
         return ["engine"], None, None
 
     assert TrainLoop(training).set_up(build) == (["engine"], None, None) and seen == ["engine"]
-
-
-def test_a_fork_that_counts_no_iterations_is_refused_by_name() -> None:
-    section.configure({"enabled": True})
-    with raises(UnsupportedError, "Megatron-DeepSpeed", "args.iteration"):
-        TrainLoop(loop_of()).set_up(lambda: (["engine"], None, None))
-
-
-def test_a_fork_has_what_it_has() -> None:
-    arguments = Namespace(iteration=5, consumed_train_samples=40)  # of none of the later flags and counters
-    state = LoopCounters(arguments).state_dict()
-    assert state["counters"] == vars(arguments)
-    restored = Namespace(iteration=0, consumed_train_samples=0)
-    LoopCounters(restored).load_state_dict(state)
-    assert restored == arguments
 
 
 @pytest.mark.parametrize("iteration", [0, 9], ids=["with the engine", "with --finetune"])

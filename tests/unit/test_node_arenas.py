@@ -11,20 +11,16 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import FtckptError, MemoryBudgetError
+from ftckpt.errors import MemoryBudgetError
 from ftckpt.memory import ledger, mapping
 from ftckpt.memory.arena import Arena
-from ftckpt.memory.control_block import SlotState
-from ftckpt.memory.directory import list_arenas, remove_arena
+from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.image import SlotImage
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.session import node_join
-from ftckpt.session.memory_forecast import absent_slots
 from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
-from tests.support.errors import raises
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192
@@ -109,22 +105,6 @@ def test_no_more_slots_than_configured_at_any_time(
     assert list(arena_root.iterdir()) == []
 
 
-def test_the_kept_snapshot_stays_and_nothing_else(arena_root: Path) -> None:
-    members = trained(arena_root)
-    old = members[0].have
-    on_all(members, replace)
-    decision = arenas.choose(arena_root, 2)
-    assert decision is not None and (decision.snapshot.iteration, decision.passed_over) == (4, ())
-    old.close()
-    again = Arena.open(old.path)
-    assert [again.allocated(slot) for slot in range(2)] == [True, False]
-    again.close()
-    assert members[0].have.slot_error(0) is None and not members[0].have.allocated(1)
-    assert members[0].have.control.whole() == KEEP, "without its old arena a rank would not know what was lost"
-    Arena.open(old.path).lock(0)  # it was unlocked
-    end(members)
-
-
 def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_root: Path) -> None:
     """Rank 1 had not read yet that 4 is protected, when the job died. The restart is in another layout."""
     members = ranks(arena_root, 2, slots=4)
@@ -143,139 +123,12 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
     end(again)
 
 
-def test_all_ranks_have_as_many_slots_as_the_arena_that_has_fewest(arena_root: Path) -> None:
-    """Rank 0 goes on with the arena of a start for which there was less memory; rank 1 is on a new node."""
-    members = trained(arena_root, slots=3)
-    stop(members)
-    remove_arena(members[1].have.path)
-    again = ranks(arena_root, 2, slots=4)
-    on_all(again, start)
-    assert [member.have.control.slots for member in again] == [3, 3]
-    assert [files(member) for member in again] == [[3], [3]]
-    end(again)
-
-
-def test_who_waits_for_another_job_of_the_name_says_so(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "ftckpt")
-    members = ranks(arena_root, 2)
-    monkeypatch.setattr(node_join, "holder_of", lambda _path: 4242)
-    on_all(members, lambda member: member.arenas.entry.enter())
-    (said,) = (text for text in caplog.messages if "for process" in text)
-    assert "process 4242" in said
-    end(members)
-
-
-@pytest.mark.parametrize(
-    ("slots", "protects", "remedies"),
-    [
-        (4, True, "memory_limit= slots= protect="),
-        (3, True, "memory_limit= protect="),
-        (3, False, "memory_limit= slots="),
-        (2, False, "memory_limit="),
-    ],
-)
-def test_a_limit_that_is_too_low_names_what_can_be_lessened(
-    arena_root: Path, slots: int, protects: bool, remedies: str
-) -> None:
-    members = ranks(arena_root, 2, slots, protects=protects, memory_limit="1KiB")
-    on_all(members, lambda member: member.arenas.entry.enter())
-
-    def refused(member: Rank) -> None:
-        with raises(MemoryBudgetError, "1.0 KiB", *remedies.split()) as caught:
-            member.arenas.open(member.manifest(), None)
-        assert [word for word in ("slots=", "protect=") if word in str(caught.value)] == remedies.split()[1:]
-
-    on_all(members, refused)
-    end(members)
-
-
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
     held = [SnapshotId(LINEAGE, iteration) for iteration in (5, 4, 3)]
     ranks = [ArenaRemains(mark, tuple(held)) for mark in (held[1], held[2], None)]
     assert in_all_arenas(ranks, held[0]) == (held[1], held[0])
     assert in_all_arenas(ranks, held[1]) == (held[1], held[1])
     assert in_all_arenas(ranks, held[1], rebuilt=True) == (held[2], held[1]), "of an older one nothing was lost"
-
-
-def test_nothing_to_keep_leaves_all_slots_to_the_new_arena(arena_root: Path, peaks: dict[str, int]) -> None:
-    members = trained(arena_root)
-    peaks.clear()
-    on_all(members, lambda member: replace(member, keep=None))
-    on_all(members, complete)
-    assert [files(member) for member in members] == [[2], [2]]
-    assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
-    assert chosen(arena_root) is None
-    end(members)
-
-
-def test_only_ranks_whose_manifest_changed_get_a_new_arena(arena_root: Path) -> None:
-    members = trained(arena_root)
-    path = members[0].have.path
-    on_all(members, lambda member: replace(member, share=MORE if member.rank else SHARE))
-    assert members[0].have.path == path and [files(member) for member in members] == [[2], [1, 1]]
-    assert members[0].have.control.record(1).state == SlotState.EMPTY
-    on_all(members, lambda member: write(member.have, 1 - member.rank, 6))
-    on_all(members, finish)
-    assert [files(member) for member in members] == [[2], [2]]
-    end(members)
-
-
-def test_changing_twice_before_a_new_snapshot_is_whole(arena_root: Path, peaks: dict[str, int]) -> None:
-    members = trained(arena_root)
-    on_all(members, replace)
-    on_all(members, lambda member: write(member.have, 0, 6, seal=False))
-    peaks.clear()
-    on_all(members, lambda member: replace(member, share=MORE + 4096))
-    assert [files(member) for member in members] == [[1, 1]] * 2
-    assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
-    assert chosen(arena_root) == 4
-    end(members)
-
-
-def test_changing_back_takes_the_arena_that_holds_the_kept_snapshot(arena_root: Path) -> None:
-    members = trained(arena_root)
-    path = members[0].have.path
-    on_all(members, replace)
-    on_all(members, lambda member: replace(member, share=SHARE))
-    assert members[0].have.path == path and [files(member) for member in members] == [[2]] * 2
-    assert on_all(members, finish) == [[], []] and path.exists()
-    assert chosen(arena_root) == 4
-    end(members)
-
-
-@pytest.mark.parametrize("instant", ["checked", "allocated"])
-def test_without_room_the_kept_snapshot_stays(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch, instant: str
-) -> None:
-    members = trained(arena_root)
-    create, needs = Arena.create, []
-
-    def check(path: Path, need_bytes: int) -> None:
-        needs.append(need_bytes)
-        if instant == "checked":
-            raise MemoryBudgetError("no room")
-
-    def full(node_dir: Path, manifest: object, *args: object, **kwargs: object) -> Arena:
-        if manifest == members[1].manifest(MORE):
-            raise MemoryBudgetError("no room")
-        return create(node_dir, manifest, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ledger, "check_budget", check)
-    monkeypatch.setattr(Arena, "create", full)
-    with pytest.raises(MemoryBudgetError):
-        on_all(members, replace)
-    new, old = (SlotImage.of(members[0].manifest(share)).file_bytes for share in (MORE, SHARE))
-    foreseen = 2 * (2 * new - 2 * old)
-    assert needs == [foreseen] * (1 if instant == "checked" else 2), (
-        "two slots of each of two ranks, when the old ones have gone"
-    )
-    assert chosen(arena_root) == 4
-    for member in members:
-        member.arena = None
-    end(members)
-    assert list(arena_root.iterdir()) == []
 
 
 def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,33 +191,6 @@ def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, in
     assert list(arena_root.iterdir()) == []
 
 
-def test_an_old_arena_that_cannot_be_read_leaves_a_slot_to_write(arena_root: Path) -> None:
-    killed = trained(arena_root, 1)
-    on_all(killed, replace)
-    (first,) = killed
-    stop(killed)
-    os.truncate(first.have.path / "control", 100)
-    (member,) = members = ranks(arena_root, 1)
-    start(member, keep=KEEP)
-    assert files(member) == [1, 2] and not member.have.verify(0) and member.have.allocated(1)
-    end(members)
-    assert list(arena_root.iterdir()) == []
-
-
-def test_a_start_without_a_kept_snapshot_allocates_all(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = ranks(arena_root, 1)
-    on_all(killed, start)
-    (first,) = killed
-    first.have.free(0)
-    stop(killed)
-    needs: list[int] = []
-    monkeypatch.setattr(ledger, "check_budget", lambda path, need_bytes: needs.append(need_bytes))
-    members = ranks(arena_root, 1)
-    on_all(members, start)
-    assert needs == [members[0].have.image.file_bytes] * 2 and absent_slots(members[0].have) == []
-    end(members)
-
-
 def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
     """Fewer ranks than before: each has its part of the others' arenas, counts their slots, and removes them."""
     killed = trained(arena_root, 5, slots=4)
@@ -387,20 +213,6 @@ def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
     assert list(arena_root.iterdir()) == []
 
 
-def test_a_foreign_error_is_raised_on_all_ranks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = ranks(arena_root, 2)
-    on_all(members, start)
-    monkeypatch.setattr(ledger, "check_budget", lambda path, need_bytes: 1 / 0)
-
-    def refused(member: Rank) -> None:
-        with pytest.raises(FtckptError, match="ZeroDivisionError"):
-            replace(member)
-
-    on_all(members, refused)
-    monkeypatch.undo()
-    end(members)
-
-
 def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
     arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,4 +225,16 @@ def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
     assert [files(member) for member in members] == [[1, 1]] * 2
     assert on_all(members, complete) == [[1]] * 2
     assert [files(member) for member in members] == [[2]] * 2
+    end(members)
+
+
+def test_changing_twice_before_a_new_snapshot_is_whole(arena_root: Path, peaks: dict[str, int]) -> None:
+    members = trained(arena_root)
+    on_all(members, replace)
+    on_all(members, lambda member: write(member.have, 0, 6, seal=False))
+    peaks.clear()
+    on_all(members, lambda member: replace(member, share=MORE + 4096))
+    assert [files(member) for member in members] == [[1, 1]] * 2
+    assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
+    assert chosen(arena_root) == 4
     end(members)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,12 +15,11 @@ from torch.distributed import DistNetworkError
 from ftckpt.errors import ConfigError, FtckptError, LostError
 from ftckpt.frameworks import launcher
 from ftckpt.memory import launch_record
-from ftckpt.memory.launch_record import LauncherRun, RunOutcome, agent_of, launcher_run
+from ftckpt.memory.launch_record import LauncherRun, RunOutcome, launcher_run
 from ftckpt.memory.page import owner_word, pid_namespace
 from ftckpt.runner import worker
 from tests.support.errors import lacks
-from tests.support.interpreters import run_python
-from tests.support.repository import ROOT
+from tests.support.processes import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +50,6 @@ def test_starts_are_counted_until_a_snapshot_is_made() -> None:
     assert LauncherRun("a").read().starts == 2 and LauncherRun("b").read() == RunOutcome()
 
 
-def test_a_launcher_of_several_jobs_counts_for_each_of_them() -> None:
-    """A shell that runs one after the other with ``FTCKPT_RUN`` set: none of them has failed three times."""
-    assert [LauncherRun("a").begin(job) for job in ("one", "two", "two", "one", "one")] == [0, 0, 1, 0, 1]
-    LauncherRun("a").end(None, "no room")
-    assert [LauncherRun("a").begin(job) for job in ("one", "two")] == [2, 0]
-
-
 def test_an_attempt_that_comes_further_than_all_before_it_ends_the_row() -> None:
     """It goes on from checkpoints of its script's own. One that fails where others did is counted, from the first."""
     run = "a"
@@ -70,14 +58,6 @@ def test_an_attempt_that_comes_further_than_all_before_it_ends_the_row() -> None
     assert [LauncherRun("b").begin("j", at) for at in (-1, 5, 5, 5)] == [0, 1, 2, 3]
     assert [LauncherRun("c").begin("j", at) for at in (-1, -1, -1, 3, 3)] == [0, 1, 2, 0, 1]
     assert [LauncherRun("c").begin("k", at) for at in (99, 1, 1)] == [0, 1, 2], "of another job"
-
-
-def test_a_process_that_begins_anew_is_no_further_start() -> None:
-    """As DeepSpeed's door after ``load_checkpoint``: each attempt would count twice."""
-    for attempt in range(2):
-        run = LauncherRun("a")
-        assert [run.begin("j", 7 * again) for again in range(3)] == [attempt] * 3
-    assert run.read().starts == 2 and run.read().furthest == 0
 
 
 def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -> None:
@@ -92,36 +72,6 @@ def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -
     assert not run.read().over
     run.remove()
     assert run.read() == RunOutcome()
-
-
-def test_a_process_that_trains_another_model_is_not_done() -> None:
-    """Only what it has ended itself, and for well: a crash while the next model is built is tried again."""
-    run = LauncherRun("a")
-    run.resume()
-    run.end(0, "done")
-    assert LauncherRun("a").before.code == 0
-    LauncherRun("a").resume()
-    assert LauncherRun("a").before.code == 0
-    run.resume()
-    assert not LauncherRun("a").before.over
-    run.end(2, "refused")
-    run.resume()
-    assert LauncherRun("a").before.code == 2
-
-
-def test_a_rank_that_another_speaks_for_takes_back_what_both_have_done() -> None:
-    """It alone may have no room for the next model."""
-    run = LauncherRun("a")
-    run.unheard().resume()
-    run.unheard().end(0, "done")
-    assert run.read() == RunOutcome()
-    LauncherRun("a").end(0, "done")
-    run.resume()
-    assert not run.read().over
-    run.unheard().end(0, "done")
-    LauncherRun("a").end(2, "it is over")
-    run.resume()
-    assert run.read().code == 2, "of another process"
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -150,12 +100,6 @@ def test_what_another_job_came_to_ends_none(
     launched()
     assert launcher.code_if_over() == 2
     assert launcher.code_if_over("one") is None
-
-
-def test_without_a_launcher_nothing_is_stored_and_everybody_is_the_first(folder: Path) -> None:
-    run = launcher_run({})
-    assert run.name == "" and run.end(2, "refused") and run.end(2, "refused") and not run.read().over
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"code": 2, "more": 1}', "\x00\xff"])
@@ -188,95 +132,6 @@ def test_records_of_agents_that_ended_go(folder: Path) -> None:
         LauncherRun(name).end(0, "done")
     LauncherRun("mine").begin("j")
     assert records(folder) == sorted([names[1], *others, "named", "mine"])
-
-
-def test_records_go_after_some_days_where_nobody_knows_of_the_launcher(folder: Path) -> None:
-    """On a node where no script has forgotten them. An agent that lives may be silent for weeks."""
-    lives = f"{owner_word(os.getpid()):x}-{launch_record.this_machine()}-0f"
-    for name, days in ((lives, 60), ("here.n0", 15), ("there-1-0a-0f", 15), ("waits.n0", 13)):
-        LauncherRun(name).end(0, "done")
-        at = time.time() - days * 86400
-        os.utime(folder / f"{name}.run", (at, at))
-    LauncherRun("mine").begin("j")
-    assert records(folder) == sorted([lives, "waits.n0", "mine"])
-
-
-def test_a_wrapper_is_not_taken_for_the_agent() -> None:
-    """The name must be that of the process that stays; a shell between it and the rank is another in each attempt."""
-    command = "import os; from ftckpt.memory.launch_record import launcher_run as r; print(r(os.environ).name)"
-    names = [
-        subprocess.run(
-            ["sh", "-c", '"$@"; true', "wrapper", sys.executable, "-c", command],
-            env={**os.environ, "TORCHELASTIC_RUN_ID": "x"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for _ in range(2)
-    ]
-    assert names[0] == names[1] and names[0].startswith(
-        f"{owner_word(os.getpid()):x}-{launch_record.this_machine()}-"
-    )
-
-
-def rank_env(run: Path, count: int, rank: int = 0, **more: str) -> dict[str, str]:
-    """What torch gives a rank, whose error file lies in the directory that it has made for it."""
-    directory = run / f"attempt_{count}" / str(rank)
-    directory.mkdir(parents=True, exist_ok=True)
-    return {
-        **{"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(count), "GROUP_WORLD_SIZE": "2"},
-        **{"TORCHELASTIC_ERROR_FILE": str(directory / "error.json"), **more},
-    }
-
-
-def test_launches_of_one_process_have_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep, or the same job to more iterations. Attempts and ranks of a launch share theirs."""
-    first = rank_env(tmp_path / "x_1", 0)
-    same = [rank_env(tmp_path / "x_1", 0, rank=1), rank_env(tmp_path / "x_1", 1)]
-    others = [rank_env(tmp_path / "x_2", 0), {**first, "TORCHELASTIC_RUN_ID": "y"}]
-    assert {launcher_run(env).name for env in same} == {launcher_run(first).name}
-    assert len({launcher_run(env).name for env in (first, *others)}) == 3
-    # Without the file, or in directories of another kind, the run id is all that is known.
-    files = ({}, {"TORCHELASTIC_ERROR_FILE": ""}, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "a" / "b" / "c")})
-    assert len({launcher_run({"TORCHELASTIC_RUN_ID": "x", **file}).name for file in files}) == 1
-
-
-@pytest.mark.parametrize(
-    ("nodes", "command", "is_another"),
-    [("1", "sweep.py", True), ("2", "sweep.py", False), ("1", "/bin/torchrun", False)],
-)
-def test_a_configuration_that_is_launched_twice_has_two_records(
-    nodes: str, command: str, is_another: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch makes the directory of the first attempt anew in the same place. On several nodes it does so as well
-    where another one has failed, and that must find the record."""
-    monkeypatch.setattr(launch_record, "_words", lambda pid, name: ["python", command] if name == "cmdline" else [])
-    names = []
-    for at in (1e9, 2e9):
-        for count in (0, 1):
-            env = rank_env(tmp_path / "x_1", count, GROUP_WORLD_SIZE=nodes)
-            os.utime(tmp_path / "x_1" / "attempt_0", (at, at))
-            launch_record._made_ns.cache_clear()  # of another process
-            names.append(launcher_run(env).name)
-    assert names[0] == names[1] and names[2] == names[3] and (names[0] != names[2]) == is_another
-
-
-def test_a_directory_that_is_tidied_away_keeps_the_name(tmp_path: Path) -> None:
-    env = rank_env(tmp_path / "x_1", 0, GROUP_WORLD_SIZE="1")
-    name = launcher_run(env).name
-    shutil.rmtree(tmp_path / "x_1")
-    assert launcher_run(env).name == name
-
-
-def test_a_run_is_named_by_who_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = {"FTCKPT_RUN": "job.0.17", "FTCKPT_NODE": "n1", "TORCHELASTIC_RUN_ID": "x"}
-    assert launcher_run(env).name == "job.0.17.n1"
-    agent = agent_of({"TORCHELASTIC_RUN_ID": "x"})
-    assert agent is not None and agent.owner == owner_word(os.getppid())
-    assert agent.directory == Path(os.readlink(f"/proc/{os.getppid()}/cwd"))
-    monkeypatch.setattr(launch_record, "_environment", lambda pid: (_ for _ in ()).throw(PermissionError()))
-    assert agent_of({"TORCHELASTIC_RUN_ID": "x"}) is None and launcher_run({"TORCHELASTIC_RUN_ID": "x"}).name == ""
 
 
 def shared(error: FtckptError) -> FtckptError:
@@ -331,38 +186,6 @@ def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: py
     with pytest.raises(SystemExit) as ended:
         launcher.leave_if_over()
     assert ended.value.code == 0
-
-
-def test_a_script_without_a_runner_says_it_again_in_the_last_attempt(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It meets the same error in each of them: said by the first of its ranks, and where people look first."""
-    monkeypatch.setenv("FTCKPT_RUN", "a")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    for count in range(3):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
-        for _ in range(2):  # ranks
-            launched()
-            assert launcher.refuse(ConfigError("unknown flag")) == 2
-        assert capfd.readouterr().err == "ftckpt: unknown flag\n" * (count != 1)
-    launched().remove()
-    for _ in range(2):
-        launched()
-        launcher.refuse(FtckptError("no room"))
-    assert not lacks(capfd.readouterr().err, "ftckpt", "no room"), "the last attempt may be the first that fails so"
-
-
-def test_what_a_crash_in_the_end_has_left_goes_at_the_next_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FTCKPT_RUN", "a")
-    left = [tmp_path / "arenas" / f"ftckpt-{job}" / "n0" for job in ("job", "other")]
-    for folder in left:
-        folder.mkdir(parents=True, mode=0o700)
-    launched().end(0, "done", str(tmp_path / "arenas"), "job")
-    launched()
-    assert launcher.code_if_over() == 0
-    assert [folder.exists() for folder in left] == [False, True]
 
 
 def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(
@@ -455,16 +278,6 @@ def test_arguments_that_a_script_does_not_take_are_tried_once(script: str, code:
     assert LauncherRun("a.n").read().code == code
 
 
-def test_arguments_that_have_trained_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong with them, as a number of ranks that is left, may be over at the next start."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    LauncherRun("a.n").begin("job")
-    script = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {PARSES}p.error('no')\n"
-    ended = run_python(f"{script}launcher.leave(main)", FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
-    assert ended.returncode == 2 and LauncherRun("a.n").read().code is None
-
-
 LEAVING = """
 import atexit, concurrent.futures, sys, threading, time
 from ftckpt.frameworks import launcher
@@ -504,18 +317,6 @@ def test_a_process_leaves_as_the_interpreter_does(end: str, code: int, error: st
     assert (ended.returncode, ended.stdout) == (code, "thread\nregistered\n")
     assert error in ended.stderr and bool(error) == bool(ended.stderr)
     assert (tmp_path / "text").read_text() == "not flushed\n" and (tmp_path / "raw").read_bytes() == b"nor this"
-
-
-def test_a_fork_leaves_alone_what_its_server_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at it would copy all of its pages, in each rank of a restart."""
-    monkeypatch.setattr(launcher, "is_forked", True)
-    gc.freeze()
-    try:
-        num = gc.get_freeze_count()
-        launcher._flush()
-        assert gc.get_freeze_count() > num // 2 > 0  # some of them may have ended
-    finally:
-        gc.unfreeze()
 
 
 ASKING = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
-import json
 import os
 import pickle
 import random
@@ -20,7 +19,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model import objects
 from ftckpt.universal.catalog import Catalog, Tensor
@@ -130,25 +128,6 @@ def test_an_unknown_class_is_refused_by_name(tmp_path: Path, foreign: Any) -> No
         pickles.load(tmp_path / "x.pt")
 
 
-@pytest.mark.parametrize("keep", [0, 3, 100, 900])
-def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
-    torch.save({"a": torch.ones(100)}, tmp_path / "whole.pt")
-    data = (tmp_path / "whole.pt").read_bytes()
-    assert len(data) > 900
-    (tmp_path / "cut.pt").write_bytes(data[:keep])
-    with pytest.raises(ConvertError, match=r"cut\.pt"):
-        pickles.load(tmp_path / "cut.pt")
-    with pytest.raises(ConvertError, match=r"gone\.pt"):
-        pickles.load(tmp_path / "gone.pt")
-
-
-def test_saved_files_are_torchs_own(tmp_path: Path) -> None:
-    pickles.save({"a": torch.ones(3), "n": 4}, tmp_path / "x.pt")
-    assert torch.load(tmp_path / "x.pt", weights_only=True)["n"] == 4
-    with pytest.raises(ConvertError, match=r"no/x\.pt"):
-        pickles.save({}, tmp_path / "no" / "x.pt")
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_is_read(protocol: int) -> None:
     shared = [1, 2]
@@ -178,135 +157,20 @@ def test_a_pickle_of_data_runs_nothing() -> None:
     assert MARK not in os.environ
 
 
-@pytest.mark.parametrize("name", ["pathlib.PurePosixPath", "collections.OrderedDict", "builtins.getattr"])
-def test_a_pickle_of_data_changes_nothing(name: str) -> None:
-    """It may set attributes of what it names, in place of what it makes of that."""
-    module, _, attribute = name.rpartition(".")
-    state = b"(N(dVchanged\nI1\nst"  # (None, {"changed": 1})
-    data = f"c{module}\n{attribute}\n".encode() + state + b"b."
-    with pytest.raises(ConvertError):
-        read_data(data, "x")
-    assert not hasattr(getattr(sys.modules[module], attribute), "changed")
-
-
-def test_a_directory_of_torch_distributed_checkpoint_is_read(tmp_path: Path) -> None:
-    state = {
-        "a": torch.randn(5, 3),
-        "b": torch.arange(4, dtype=torch.bfloat16).reshape(2, 2).t(),
-        "c": torch.tensor(3),
-    }
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    directory = CheckpointDirectory(tmp_path)
-    assert {name: (t.dtype, t.shape) for name, t in directory.tensors.items()} == {
-        "a": ("F32", (5, 3)),
-        "b": ("BF16", (2, 2)),
-        "c": ("I64", ()),
-    }
-    for name, tensor in directory.tensors.items():
-        data = b"".join(directory.chunk(name, chunk).tobytes() for chunk in tensor.chunks)
-        assert data == state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-TENSORS = {
-    "weight/decoder.layers.0.mlp.linear_fc1.weight": torch.arange(12.0).reshape(4, 3).bfloat16(),
-    "weight/decoder.layers.1.mlp.linear_fc1.weight": torch.arange(12.0, 24.0).reshape(4, 3).bfloat16(),
-    "weight/decoder.final_layernorm.weight": torch.ones(3),
-}
-
-
-def bytes_of(tensor: torch.Tensor) -> Bytes:
-    data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return data
-
-
-def write(path: Path, **options: Any) -> Path:
+def write(path: Path) -> Path:
     """A small torch_dist checkpoint; its directory."""
-    from ftckpt.universal.catalog import DTYPE_NAMES
-
-    writer = MegatronDistWriter(path, **options)
-    catalog = Catalog("universal", 5, {}, (), {})
-    tensors = [Tensor(key, DTYPE_NAMES[value.dtype], tuple(value.shape)) for key, value in TENSORS.items()]
+    writer, catalog = MegatronDistWriter(path), Catalog("universal", 5, {}, (), {})
     writer.destination.begin()
-    for unit in writer.plan(catalog, tensors):
-        writer.write(unit, lambda tensor, first, last: bytes_of(TENSORS[tensor.key][first:last]))
-    writer.finish(catalog, writer.plan(catalog, tensors))
+    units = writer.plan(catalog, [Tensor("weight/decoder.final_layernorm.weight", "F32", (3,))])
+    for unit in units:
+        writer.write(unit, lambda *_: np.zeros(12, np.uint8))
+    writer.finish(catalog, units)
     return path / "iter_0000005"
-
-
-@pytest.mark.parametrize("stack", [True, False])
-def test_layers_are_stacked_or_not_and_read_alike(tmp_path: Path, stack: bool) -> None:
-    directory = write(tmp_path / "x", stack=stack, max_file_bytes=10)
-    assert sorted(CheckpointDirectory(directory).tensors) == (
-        ["decoder.final_layernorm.weight", "decoder.layers.mlp.linear_fc1.weight"]
-        if stack
-        else [
-            "decoder.final_layernorm.weight",
-            "decoder.layers.0.mlp.linear_fc1.weight",
-            "decoder.layers.1.mlp.linear_fc1.weight",
-        ]
-    )
-    content = pickles.load(directory / "common.pt")["content_metadata"]
-    assert content["non_homogeneous_layers"] is not stack
-    source = MegatronDistReader(tmp_path / "x")
-    found: dict[str, torch.Tensor] = {key: torch.zeros_like(value) for key, value in TENSORS.items()}
-    for index, fragment in enumerate(source.catalog.fragments):
-        rows = slice(fragment.box.offset[0], fragment.box.offset[0] + fragment.box.shape[0])
-        dtype = found[fragment.key].dtype
-        part = torch.from_numpy(source.read(index).copy()).view(dtype)
-        found[fragment.key][rows] = part.view(fragment.box.shape)
-    for key, value in TENSORS.items():
-        assert torch.equal(found[key], value), key
-    assert not list(directory.glob("*.json.*"))
-    assert not list(directory.glob("*index*"))
-
-
-def test_bad_torch_dist_checkpoints_are_refused(tmp_path: Path) -> None:
-    directory = write(tmp_path / "x")
-    metadata = (directory / ".metadata").read_bytes()
-    data = next(directory.glob("__0_*.distcp"))
-    whole = data.read_bytes()
-    for change, text in (
-        (lambda: data.write_bytes(whole[:-40]), "truncated"),
-        (data.unlink, data.name),
-        (lambda: (directory / ".metadata").write_bytes(metadata[:-30]), "metadata is truncated or damaged"),
-        (lambda: (directory / ".metadata").write_bytes(pickle.dumps(Runs())), "exec"),
-        (lambda: (directory / ".metadata").write_bytes(pickle.dumps({"a": 1})), "is not what"),
-        ((directory / ".metadata").unlink, "never completed"),
-        (lambda: (directory / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"})), "zarr"),
-        ((directory / "metadata.json").unlink, "metadata.json"),
-    ):
-        change()
-        with pytest.raises(ConvertError, match=text):
-            MegatronDistReader(tmp_path / "x")
-        if "metadata" not in text or not data.exists():
-            data.write_bytes(whole)
-        if (directory / "metadata.json").exists() and text not in ("never completed",):
-            (directory / ".metadata").write_bytes(metadata)
-    assert MARK not in os.environ
-
-
-def test_a_flipped_type_is_noticed(tmp_path: Path) -> None:
-    """``.metadata`` and the file disagree what a chunk is."""
-    directory = write(tmp_path / "x")
-    other = write(tmp_path / "y", max_file_bytes=10)
-    (directory / ".metadata").write_bytes((other / ".metadata").read_bytes())
-    with pytest.raises(ConvertError):
-        source = MegatronDistReader(tmp_path / "x")
-        for index in range(len(source.catalog.fragments)):
-            source.read(index)
-
-
-def test_masters_without_hyperparameters_are_refused(tmp_path: Path) -> None:
-    writer = MegatronDistWriter(tmp_path / "x")
-    tensors = [Tensor("weight/a", "BF16", (2,)), Tensor("exp_avg/a", "F32", (2,))]
-    with pytest.raises(ConvertError, match="--roles weight"):
-        writer.plan(Catalog("deepspeed", 1, {}, (), {}), tensors)
 
 
 def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
     """Megatron-core before 0.14 cut a rank's part of a parameter, flattened, among its data-parallel ranks."""
-    write(tmp_path / "x")
-    directory = tmp_path / "x" / "iter_0000005"
+    directory = write(tmp_path / "x")
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -366,3 +230,14 @@ def test_a_stage_of_zero_is_read_whichever_python_wrote_it(
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     monkeypatch.undo()
     assert DeepSpeedReader(tmp_path).catalog.layout["zero"] == 2
+
+
+@pytest.mark.parametrize("name", ["pathlib.PurePosixPath", "collections.OrderedDict", "builtins.getattr"])
+def test_a_pickle_of_data_changes_nothing(name: str) -> None:
+    """It may set attributes of what it names, in place of what it makes of that."""
+    module, _, attribute = name.rpartition(".")
+    state = b"(N(dVchanged\nI1\nst"  # (None, {"changed": 1})
+    data = f"c{module}\n{attribute}\n".encode() + state + b"b."
+    with pytest.raises(ConvertError):
+        read_data(data, "x")
+    assert not hasattr(getattr(sys.modules[module], attribute), "changed")

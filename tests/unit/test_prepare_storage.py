@@ -12,8 +12,8 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks.entry import prepare_storage
 from tests.support.errors import raises
-from tests.support.interpreters import run_python
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with
+from tests.support.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 

@@ -6,14 +6,14 @@ import errno
 
 import pytest
 
-from tests.support.interpreters import run_python
-from tests.support.syscalls import PIDFD_OPEN, PIDFD_SEND_SIGNAL
+from tests.support.killing import PIDFD_OPEN, PIDFD_SEND_SIGNAL
+from tests.support.processes import run_python
 
 WITHOUT = """
 import atexit, logging, os, signal, subprocess, sys, time
 from ftckpt.memory.page import owner_word
 from ftckpt.memory.process import Process
-from tests.support.syscalls import forbid
+from tests.support.killing import forbid
 logging.basicConfig(level=logging.INFO)
 forbid(*map(int, sys.argv[1:]))
 sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(100)"],
@@ -37,7 +37,7 @@ process.close()
 REUSED = """
 import errno, os, signal, subprocess, sys
 from ftckpt.memory.process import Process
-from tests.support.syscalls import PIDFD_OPEN, forbid
+from tests.support.killing import PIDFD_OPEN, forbid
 forbid(errno.ENOSYS, PIDFD_OPEN)
 process = Process.open(os.getpid())
 process._owner += 1 << 22  # as if it had ended, and its pid were this process's now
@@ -45,8 +45,9 @@ assert not process.send(signal.SIGKILL) and process.gone(0)
 """
 
 
-@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
-@pytest.mark.parametrize("calls", [(PIDFD_OPEN,), (PIDFD_SEND_SIGNAL,), (PIDFD_OPEN, PIDFD_SEND_SIGNAL)])
+@pytest.mark.parametrize(
+    ("error", "calls"), [(errno.ENOSYS, (PIDFD_OPEN, PIDFD_SEND_SIGNAL)), (errno.EPERM, (PIDFD_SEND_SIGNAL,))]
+)
 def test_a_kernel_without_pidfds_ends_the_same_processes(error: int, calls: tuple[int, ...]) -> None:
     done = run_python(WITHOUT, error, *calls)
     assert done.returncode == 0, done.stderr

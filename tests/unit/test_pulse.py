@@ -15,7 +15,6 @@ import pytest
 
 from ftckpt.memory.directory import PULSE_NAME
 from ftckpt.memory.heartbeat import FlushState, Heartbeat, SmpState
-from ftckpt.memory.page import map_page
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.waiting import until
 
@@ -106,25 +105,6 @@ def test_how_far_all_ranks_came_is_known_when_they_have_left(arena_root: Path) -
     assert again.furthest() == 6
 
 
-def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
-    old = Heartbeat.open(arena_root, 0, 1)
-    old.beat(500, "backward")
-    observer, new = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0, 2)
-    (told,) = observer.ranks()
-    assert (told.rank, told.iteration, told.phase, told.beats) == (2, -1, "", 0)
-    new.beat(3, "start")
-    assert observer.ranks()[0].iteration == 3
-
-
-def test_until_when_an_smp_rests_is_told(arena_root: Path) -> None:
-    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
-    assert not trainer.smp_rests()
-    smp.tell_rest(time.monotonic() + 60.0)
-    assert trainer.smp_rests()
-    smp.tell_rest(time.monotonic())
-    assert not trainer.smp_rests()
-
-
 def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
     trainer, other, smp = (
         Heartbeat.open(arena_root, 1),
@@ -141,13 +121,6 @@ def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
     assert smp.began_secs() == began, "by one rank of the node"
     trainer.beat(5, "forward")
     assert smp.began_secs() > began
-
-
-def test_how_long_an_smp_needs_is_told(arena_root: Path) -> None:
-    trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
-    assert trainer.smp_wait_secs() == 0
-    smp.tell_wait(384.5)
-    assert trainer.smp_wait_secs() == 384.5
 
 
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
@@ -198,23 +171,6 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
     assert (arena_root / "elsewhere").stat().st_size == 0
 
 
-def test_no_number_can_stop_a_beat(arena_root: Path) -> None:
-    pulse = Heartbeat.open(arena_root, 0, -7)
-    for iteration, phase in ((-1, "start"), (-99, "é\0\n"), (1 << 62, "")):
-        pulse.beat(iteration, phase)
-    assert pulse.ranks()[0].iteration == 1 << 62 and pulse.ranks()[0].rank == -1
-
-
-def test_a_beat_takes_microseconds(arena_root: Path) -> None:
-    pulse, took = Heartbeat.open(arena_root, 0), []
-    for _ in range(20):
-        begin = time.perf_counter()
-        for _ in range(1000):
-            pulse.beat(1, "forward")
-        took.append((time.perf_counter() - begin) / 1000)
-    assert min(took) < 20e-6, f"{min(took) * 1e6:.1f} us"
-
-
 def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
     """In another pid namespace nobody could tell that they do not live: a pod that came back with fewer ranks."""
     for place in range(4):
@@ -239,33 +195,6 @@ def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
     assert (rank.flush_state(one), rank.flush_state(other)) == (FlushState.NONE, FlushState.WORKING)
     smp.tell_flush(None, FlushState.NONE)
     assert rank.flush_state(other) == FlushState.NONE
-
-
-HAMMER = """
-import sys
-from pathlib import Path
-from ftckpt.memory.page import map_page
-words = map_page(Path(sys.argv[1]))
-print(None, flush=True)
-while True:
-    for _ in range(10000):
-        words[2] = 0
-        words[2] = 0xFFFFFFFFFFFFFFFF
-"""
-
-
-def test_a_word_is_never_seen_half_written(arena_root: Path) -> None:
-    page = map_page(arena_root / PULSE_NAME)
-    seen: set[int] = set()
-    process = started(HAMMER, arena_root / PULSE_NAME)
-    try:
-        begin = time.monotonic()
-        while time.monotonic() < begin + (1.0 if len(seen) > 1 else 30.0):
-            seen.update(page[2] for _ in range(5000))
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-    assert seen == {0, 0xFFFFFFFFFFFFFFFF}
 
 
 def test_any_rank_that_copies_is_seen(arena_root: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import tracemalloc
 from itertools import islice
 from pathlib import Path
@@ -19,15 +18,13 @@ from ftckpt.cli.attempts import Age
 from ftckpt.cli.event_log import MOST_LINE_BYTES, event_logs
 from ftckpt.cli.history import read_history
 from ftckpt.cli.main import main
-from ftckpt.cli.recovery import PARTS, ascending_runs
+from ftckpt.cli.recovery import PARTS
 from ftckpt.cli.report import render, write_report
-from ftckpt.cli.sections import Additions, PageSection
+from ftckpt.cli.sections import Additions
 from ftckpt.cli.timeline import read_timeline
 from ftckpt.errors import EventLogError
-from ftckpt.events import EVENTS
-from ftckpt.session.start import conditions
 from tests.support.errors import lacks, raises
-from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
+from tests.support.run_logs import LINE, PROTECTION, Logs, RunLogs, check_page
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -63,16 +60,6 @@ def test_a_noted_fault_is_timed_by_its_note_and_by_when_processes_were_gone(logs
     assert restart.total_secs == pytest.approx(111.1 - 104.0)
 
 
-def test_two_restarts_from_one_snapshot_lose_each_its_own(logs: RunLogs) -> None:
-    """The first is struck before anything is logged beyond the snapshot, the second much later."""
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    logs.attempt("bb", (11, 12), 110.0, 3, 9)
-    logs.attempt("cc", (21, 22), 120.0, 3, 5)
-    logs.attempt("dd", (31, 32), 130.0, 3, 5)
-    logs.losses(*range(1, 11), *range(4, 7), *range(4, 6))
-    assert [restart.iterations_lost for restart in read_history(logs.run).restarts] == [0, 7, 3]
-
-
 def test_a_fault_that_nobody_noted_is_dated_by_the_first_rank_that_fell_silent(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3, protects=False)
     logs.write("rank0", {"event": "fence", "time": 104.2, "rank": 0, "pid": 1, "blocked_secs": 0.0})
@@ -82,18 +69,6 @@ def test_a_fault_that_nobody_noted_is_dated_by_the_first_rank_that_fell_silent(l
     assert restart.struck_at == pytest.approx(103.6), "the last event of rank 1"
     assert restart.parts["detect"] == pytest.approx(0.6)
     assert html(logs)
-
-
-def test_every_attempt_is_a_row_but_those_after_a_good_end(logs: RunLogs) -> None:
-    for number in range(5):
-        start, last = (number * 3 or None), number * 3 + 3
-        logs.attempt(
-            f"a{number}", (10 * number + 1, 10 * number + 2), 100.0 * number, start, last, closed=number == 2
-        )
-    history = read_history(logs.run)
-    assert [restart.name for restart in history.restarts] == ["attempt 2", "attempt 3", "attempt 5"]
-    table = section(html(logs), "Restarts")
-    assert all(f">{restart.name}<" in table for restart in history.restarts)
 
 
 def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
@@ -112,95 +87,6 @@ def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
         assert f"from {origin}" in text or f", {origin}" in text, origin
 
 
-def test_a_launch_that_is_refused_beside_a_running_attempt_is_no_attempt(logs: RunLogs) -> None:
-    """It writes into the files of the attempt, which goes on."""
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    for rank in range(2):
-        path = logs.directory / f"rank{rank}.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True)
-        refused = {"event": "joined", "time": 101.5, "rank": rank, "pid": 7, "job": "j", "node": "n0"}
-        path.write_bytes(b"".join([*lines[:6], json.dumps(refused).encode() + b"\n", *lines[6:]]))
-    history = read_history(logs.run)
-    (attempt,) = history.attempts
-    assert not history.restarts and attempt.last_iteration == 3 and set(history.blocked) == {1, 2, 3}
-    assert ["refused on 2 ranks" in note for note in history.notes] == [True]
-    logs.attempt("bb", (11, 12), 110.0, 3, 5)
-    (restart,) = read_history(logs.run).restarts
-    assert restart.starts == 1
-
-
-def test_a_launch_by_another_launcher_is_no_failure(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3, launch="first")
-    logs.attempt("bb", (11, 12), 110.0, 3, 6, launch="first")
-    logs.attempt("cc", (21, 22), 200.0, 5, 9, launch="second", ends=["node n0: rank 0 was ended by SIGTERM"])
-    history = read_history(logs.run)
-    assert [restart.is_failure for restart in history.restarts] == [True, False]
-    assert [restart.name for restart in history.failures] == ["attempt 2"]
-    text = html(logs)
-    assert not lacks(text, "h1>j", "1")
-    assert "SIGTERM" in section(text, "Restarts")
-    logs.write("demo", {"event": "fault", "time": 115.0, "name": "power", "iteration": 6})
-    assert [restart.is_failure for restart in read_history(logs.run).restarts] == [True, True], "somebody noted it"
-
-
-def test_a_start_that_never_trained_and_faults_that_come_together_are_not_hidden(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    for rank in range(2):
-        logs.write(f"rank{rank}", {"event": "joined", "time": 106.0, "rank": rank, "pid": 5, "job": "j"})
-    logs.attempt("bb", (11, 12), 110.0, 3, 5, nodes=("n0", "n2"))
-    for name, time in (("node", 104.0), ("rank", 108.0), ("late", 130.0)):
-        logs.write("demo", {"event": "fault", "time": time, "name": name, "iteration": 4})
-    history = read_history(logs.run)
-    (restart,) = history.restarts
-    assert (restart.name, restart.struck_at, restart.starts) == ("node+rank", 104.0, 2)
-    assert not lacks(restart.nodes, "n1", "n2")
-    assert history.notes
-    table = section(html(logs), "Restarts")
-    assert "<th>starts</th>" in table and not lacks(table, "n1", "n2")
-
-
-def test_an_attempt_that_restored_and_never_trained_counts(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    logs.attempt("bb", (11, 12), 110.0, 3, 3)
-    logs.attempt("cc", (21, 22), 120.0, 3, 5, closed=True)
-    assert [restart.trained for restart in read_history(logs.run).restarts] == [False, True]
-    text = html(logs)
-    assert not lacks(text, 'class="bad')
-
-
-def test_a_run_without_an_end_is_no_good_run(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    assert not lacks(html(logs), 'class="bad')
-    logs.write("rank0", {"event": "closed", "time": 105.0, "rank": 0, "pid": 1, "iteration": 3})
-    assert not lacks(html(logs), "1")
-    logs.write("rank1", {"event": "closed", "time": 105.0, "rank": 1, "pid": 2, "iteration": 3})
-    assert not lacks(html(logs), 'class="plain')
-
-
-def test_boundaries_without_a_snapshot_count(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    skipped = {"event": "skipped", "iteration": 4, "time": 104.3, "reason": "no slot"}
-    logs.write("rank0", {"rank": 0, "pid": 1, **skipped})
-    logs.attempt("bb", (11, 12), 110.0, 3, 5)
-    logs.write("rank0", {"event": "closed", "time": 117.0, "rank": 0, "pid": 11, "iteration": 9})
-    history = read_history(logs.run)
-    assert [attempt.last_iteration for attempt in history.attempts] == [4, 9]
-    assert history.restarts[0].iterations_lost == 1
-    assert Age(4, 1, 2) in history.attempts[0].ages()
-
-
-def test_waiting_for_a_late_rank_is_no_restoring(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    logs.attempt("bb", (11, 12), 110.0, 3, 5)
-    joined = {"event": "joined", "time": 95.0, "rank": 2, "pid": 3, "job": "j", "node": "n1"}
-    restored = {"event": "restored", "time": 110.3, "rank": 2, "pid": 3, "iteration": 3, "lineage": "bb",
-                "source": "memory", "blocked_secs": 15.3}  # fmt: skip
-    logs.write("rank2", joined, restored)
-    (restart,) = read_history(logs.run).restarts
-    assert restart.parts["load"] == pytest.approx(0.2) and restart.parts["first-step"] == pytest.approx(0.8)
-    assert restart.total_secs == pytest.approx(111.1 - restart.struck_at)
-
-
 def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3)
     rebuilt = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.05}
@@ -214,17 +100,6 @@ def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -
     assert restart.parts["rebuild"] == pytest.approx(0.15)
     assert restart.parts["rebuild"] + restart.parts["load"] == pytest.approx(0.2)
     assert "tp2 → tp1" in html(logs)
-
-
-def test_blocked_time_is_of_the_last_attempt_and_of_the_median_rank(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 2)
-    blocked = read_history(logs.run).blocked
-    assert blocked.keys() == {1, 2}
-    assert (blocked[1].boundary, blocked[1].fence, blocked[1].slowest) == pytest.approx((0.001, 0.02, 0.031))
-    logs.attempt("bb", (11, 12), 110.0, 1, 3)
-    slow = {"event": "snapshot", "time": 120.0, "rank": 1, "pid": 12, "iteration": 3, "blocked_secs": 1.5}
-    logs.write("rank1", slow)
-    assert read_history(logs.run).blocked[3].slowest == 1.5
 
 
 def test_ages_are_of_snapshots_that_all_ranks_had(logs: RunLogs) -> None:
@@ -243,11 +118,6 @@ def test_ages_are_of_snapshots_that_all_ranks_had(logs: RunLogs) -> None:
     assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 2, 2), "one shard twice is not two"
     logs.write("smp-n0", checked[0])
     assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 1, 2), "the SMPs had all of it"
-
-
-def test_a_restored_snapshot_is_committed_from_the_start(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, 7, 8)
-    assert next(iter(read_history(logs.run).attempts[0].ages())) == Age(8, 1, None)
 
 
 def test_ages_of_what_is_on_storage_outlast_attempts(logs: RunLogs) -> None:
@@ -293,25 +163,6 @@ def test_protection_losses_alarms_and_conditions_are_shown_and_escaped(logs: Run
     assert all("<img" in section(text, title) for title in ("Losses", "Training blocked", "Ages", "Protection"))
     row = section(text, "Warnings")
     assert "peer_lost" in row and ">2<" in row and "3.0 s" in row and "smp-n0" in row
-
-
-def test_conditions_are_what_the_table_of_events_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = conditions()
-    assert {"node", *machine} == EVENTS["conditions"].fields.keys()
-    assert {"python", "torch", "ftckpt"} <= machine["versions"].keys() and machine["memory_bytes"] > 2**20
-    monkeypatch.setenv("FTCKPT_DEVICE", "tests.support.standin:cpu")
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "")
-    assert (conditions()["cpu"], conditions()["device"]) == (platform.machine(), "cpu")
-
-
-def test_additions_of_a_caller_are_on_the_page(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 2, closed=True)
-    logs.losses(1, 2)
-    sections = [PageSection("Compared", heads=["kind"], rows=[["<i>"]])]
-    more = Additions("Not equal", "differs:", "bad", ["<w>"], [(1, 4.0)], "the other", {"compared": "7"}, sections)
-    text = html(logs, more)
-    assert not lacks(text, 'class="bad', "h1>Not") and "<code>&lt;w&gt;</code>" in text and "<b>7</b>" in text
-    assert "<td>&lt;i&gt;</td>" in section(text, "Compared")
 
 
 def test_the_command(logs: RunLogs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,29 +213,6 @@ def test_of_several_runs_the_one_that_began_last_is_shown_and_the_others_are_nam
     assert history.notes == [
         f"taken from {history.directory}, the newest; there are also {tmp_path}/b/events, {tmp_path}/c/events"
     ]
-
-
-def test_the_timeline_is_that_of_the_run(logs: RunLogs) -> None:
-    Logs(logs.directory).attempt(range(4, 6))
-    write_report(logs.run, logs.run / "report.html")
-    one = section((logs.run / "report.html").read_text(), "One iteration")
-    assert not lacks(one, "5") and "<img" in one
-    assert json.loads((logs.run / "trace.json").read_text())["traceEvents"]
-
-
-@pytest.mark.slow
-def test_a_long_run_stays_below_a_megabyte(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), EPOCH, None, 20_000)
-    logs.attempt("bb", (3, 4), EPOCH + 30_000, 19_999, 24_000)
-    logs.losses(*range(1, 20_001), *range(20_000, 24_001))
-    output = logs.run / "page.html"
-    write_report(logs.run, output)
-    assert output.stat().st_size < 10**6
-
-
-def test_curves_are_cut_where_training_went_back() -> None:
-    found = ascending_runs([(1, 5.0), (2, 4.0), (2, 4.0), (3, 3.0)])
-    assert found == [[(1, 5.0), (2, 4.0)], [(2, 4.0), (3, 3.0)]]
 
 
 LINES = [

@@ -17,7 +17,7 @@ from ftckpt.errors import StorageError
 from ftckpt.model.lineage import FIRST, NO_REQUEST
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist import retention
-from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, folder_of
+from ftckpt.persist.commit import CheckpointName, checkpoints, claim, claimed_lineage, folder_of, read_manifest
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.objects import ObjectStorage
 from ftckpt.persist.retention import hold, kept, let_go, pin, pinned, readers, retire, surplus, unpin, voided
@@ -25,10 +25,8 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.restore.storage_catalog import _hold, _read
 from tests.support.errors import lacks, raises
-from tests.support.s3_server import BUCKET
 from tests.support.smp_nodes import Seen
-from tests.support.stored import committed
-from tests.support.swift import swift
+from tests.support.storages import BUCKET, committed, swift
 from tests.support.tiers import by_default
 
 
@@ -120,7 +118,7 @@ def test_what_is_set_aside_keeps_its_files_and_goes_under_its_new_name(storage: 
     """A kill before the newer one is there leaves one checkpoint with two names, which go together."""
     before = names(storage)
     for _ in range(2):
-        retention.set_aside(storage, 2, retention.read_manifest(storage, name(2)))
+        retention.set_aside(storage, SnapshotId(NEW, 2))
     assert names(storage) - before == {"iter_0000002/manifest-g1.json"}
     assert checkpoints(storage) == [name(4), name(3), name(2), name(2, 1), name(1)]
     assert retire(storage, {name(2, 1): old(2)}, 4, lambda: True) == [name(2, 1)]
@@ -148,7 +146,7 @@ def test_of_a_storage_whose_head_cannot_be_read_nothing_is_taken(storage: Storag
 def test_doubtful_ones_take_the_place_of_none_that_a_restart_reads_about(storage: Storage) -> None:
     for iteration in range(5, 16):
         write(storage, iteration, OLD)
-        stored = retention.read_manifest(storage, name(iteration))
+        stored = read_manifest(storage, name(iteration))
         storage.put(name(iteration).manifest, replace(stored, lineage=FIRST).encode())
     found = _read(storage, Seen(), NO_REQUEST, FIRST.doubt(4, 15))
     assert {name for name, _ in found.manifests} == {str(name(iteration)) for iteration in range(1, 16)}

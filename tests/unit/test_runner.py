@@ -76,26 +76,6 @@ def test_a_stand_in_that_is_none_is_named(tmp_path: Path, device: str) -> None:
     assert not lacks(ended.stderr, "ftckpt", "FTCKPT_DEVICE", f"{device!r}")
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_lists_every_flag_and_ends_well(flag: str) -> None:
-    ended = run(flag)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    for word in (USAGE, "--ftckpt-interval", "--ftckpt-on-lost", "--ftckpt-events"):
-        assert word in ended.stdout
-
-
-def test_no_arguments_show_the_help_and_code_2() -> None:
-    ended = run()
-    assert ended.returncode == 2
-    assert USAGE in ended.stdout
-
-
-def test_without_ftckpt_the_script_runs_untouched(tmp_path: Path) -> None:
-    ended = run(script(tmp_path), "--lr", "1", "--help")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == '["__main__", ["--lr", "1", "--help"], true, []]\n'
-
-
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(0)", 0), ("sys.exit(7)", 7), ("sys.exit()", 0), ("1 / 0", 1)])
 def test_the_scripts_own_exit_code_is_kept(tmp_path: Path, end: str, code: int) -> None:
     ended = run(script(tmp_path, end))

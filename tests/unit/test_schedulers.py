@@ -82,12 +82,6 @@ class Adding:
         self.counted += state["counted"]
 
 
-class Total(Adding):
-    """``num_steps`` is a setting here, and no state."""
-
-    num_steps = 1000
-
-
 def test_a_scheduler_that_is_not_what_was_saved_is_refused_by_name() -> None:
     scheduler = Adding()
     schedulers.load(scheduler, {"rate": 1e-3, "counted": 5})
@@ -95,12 +89,6 @@ def test_a_scheduler_that_is_not_what_was_saved_is_refused_by_name() -> None:
         schedulers.load(scheduler, {"rate": 1e-3, "counted": 5})
     with pytest.raises(MismatchError, match=r"more is missing, rate is 0.001, it was 0.002|rate .*, more is missing"):
         schedulers.load(Adding(), {"rate": 2e-3, "counted": 0, "more": 1})
-
-
-def test_a_setting_that_has_the_name_of_megatrons_count_stays() -> None:
-    scheduler = Total()
-    schedulers.load(scheduler, {"rate": 1e-3, "counted": 5})
-    assert scheduler.num_steps == 1000
 
 
 @pytest.mark.parametrize(

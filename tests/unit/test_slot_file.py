@@ -26,7 +26,7 @@ from ftckpt.restore.plan import StridedCopy
 from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.threads import in_order
 from tests.support.errors import raises
-from tests.unit.test_arena_segment import MANIFEST, write
+from tests.unit.test_arena import MANIFEST, write
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from ftckpt.errors import SmpError
 from ftckpt.memory.locks import JOB_LOCK_NAME
 from ftckpt.smp import __main__ as smp_main
 from ftckpt.smp.requests import PersistRequest
-from tests.support.containers import rank_elsewhere
+from tests.support.mounting import rank_elsewhere
 from tests.support.smps import JOB, NODE, SmpSite, answers, site_at
 from tests.support.waiting import until
 

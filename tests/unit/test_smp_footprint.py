@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from unittest.mock import Mock, patch
 
-from ftckpt.memory.directory import SMP_LOCK_NAME, node_directory
-from ftckpt.memory.locks import FileLock
-from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import load_description, store_description
-from tests.support.interpreters import run_python
+from tests.support.processes import run_python
 
 SCRIPT = """
 from ftckpt.smp.footprint import anon_bytes, bound_process
@@ -54,16 +50,3 @@ def test_a_file_that_another_process_writes_at_the_moment_stays(tmp_path: Path) 
     store_description(tmp_path, {"address": "here"})
     assert rank.exists() and not smp.exists()
     assert load_description(tmp_path) == {"address": "here"}
-
-
-def test_trainers_are_told_of_an_end_before_the_log_is_kept_elsewhere(tmp_path: Path) -> None:
-    """A home directory may be on storage that hangs."""
-    node_dir = node_directory(tmp_path, "job", "n0")
-    daemon = Mock(job="job", node="n0", node_dir=node_dir, _root=tmp_path, _answer=None)
-    daemon._ending, daemon._lock = "the job is over", FileLock(node_dir / SMP_LOCK_NAME, 0, "it", "end it")
-    with patch("ftckpt.smp.daemon.keep_logs", daemon.keep_logs):
-        Daemon._close(daemon)
-    called = [name for name, _, _ in daemon.mock_calls]
-    assert called[0] == "_pulse.leave_smp" and called[-3:] == ["log.text", "keep_logs", "log.close"]
-    assert {"_server.close", "_duties.close", "_deaths.close", "events.close"} < set(called)
-    assert not list(tmp_path.iterdir()), "nor does the lock keep others from a start"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from ftckpt.errors import SmpError
 from ftckpt.memory.inventory import NodeProtection, Problem
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.reports import MarkHistory, packed, unpacked
-from ftckpt.smp.task_queue import TaskQueue
 
 ONE, OTHER = b"a" * 16, b"b" * 16
 
@@ -35,12 +36,13 @@ def test_ages_and_how_often_one_comes() -> None:
 
 
 def marks_of(*whole: SnapshotId | None) -> SnapshotId | None:
-    """What the SMP of a node takes for whole whose ranks have marked these."""
-    controls = [SimpleNamespace(whole=lambda mark=mark: mark, protected=lambda: None) for mark in whole]
-    arenas = [SimpleNamespace(mapped=SimpleNamespace(control=control)) for control in controls]
-    found, protected = TaskQueue.marks(cast(TaskQueue, SimpleNamespace(_arenas=SimpleNamespace(all=arenas))))
-    assert protected is None
-    return found
+    """What the SMP of a node takes for committed whose ranks have marked these."""
+    arenas = MonitoredArenas(Path())
+    controls = [SimpleNamespace(whole=lambda mark=mark: mark) for mark in whole]
+    arenas.by_shard = cast(
+        Any, {str(n): SimpleNamespace(mapped=SimpleNamespace(control=c)) for n, c in enumerate(controls)}
+    )
+    return arenas.oldest_mark(lambda control: control.whole())
 
 
 def test_ranks_that_pass_a_boundary_one_after_the_other_leave_no_gap() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.interpreters import run_python
+from tests.support.processes import run_python
 
 SCRIPT = """
 import signal, time

@@ -85,10 +85,11 @@ def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: p
         SnapshotReader(where)
 
 
+@pytest.mark.parametrize("filled", ["zstd"], indirect=True)
 def test_a_shard_is_never_unpacked_as_a_whole(filled: tuple[Path, Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a tensor, read one strip behind the other, unpack each chunk once, and few stay."""
     where, _ = filled
-    monkeypatch.setattr(snapshots, "_UNPACKED", 2)
+    monkeypatch.setattr(snapshots, "_UNPACKED", 1)
     unpacked: list[int] = []
     decompress = shard_file.decompress
 
@@ -102,19 +103,6 @@ def test_a_shard_is_never_unpacked_as_a_whole(filled: tuple[Path, Job], monkeypa
         nbytes = reader.catalog.fragments[index].nbytes
         for begin in range(0, nbytes, 1000):
             reader.read_part(index, begin, min(begin + 1000, nbytes))
-        compressed = bool(list(where.glob("iter_*/*.zst")))
-        assert len(unpacked) == (-(-nbytes // CHUNK) if compressed else 0)
-        assert reader._unpacked.cache_info().currsize <= 2
-
-
-def test_damage_is_named(filled: tuple[Path, Job]) -> None:
-    where, _ = filled
-    path = next(where.glob("iter_0000007/*-dp1.*"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with closing(SnapshotReader(where)) as reader:
-        bad = [n for n, fragment in enumerate(reader.catalog.fragments) if fragment.key in ("own1", "counter1")]
-        with raises(ConvertError, path.name):
-            for index in bad:
-                reader.read(index)
+        assert len(unpacked) == -(-nbytes // CHUNK) > 1
+        reader.read_part(index, 0, 1000)
+        assert len(unpacked) == -(-nbytes // CHUNK) + 1

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import SpecError
 from ftckpt.model.fragment import Box
-from ftckpt.universal.language.patterns import Pattern, evaluate, fill_template
-from ftckpt.universal.language.placing import BoxMap, LocalTensor, Placement, place
-from ftckpt.universal.language.spec import READY, Spec
+from ftckpt.universal.language.patterns import evaluate, fill_template
+from ftckpt.universal.language.placing import LocalTensor, Placement, place
+from ftckpt.universal.language.spec import Spec
 from tests.support.errors import raises
+from tests.support.megatron_models import Model, build, fill, parallel
+from tests.support.pool import run_ranks
+from tests.support.tiers import by_default
 
 Held = list[tuple[LocalTensor, np.ndarray]]
 
@@ -57,21 +61,6 @@ def placed(rules: Spec, stored: Held, **arguments: Any) -> dict[str, np.ndarray]
 
 def ramp(*shape: int) -> np.ndarray:
     return np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1
-
-
-def test_a_dimension_is_cut_over_ranks() -> None:
-    weight = ramp(8, 6)
-    for dim in (0, 1):
-        stored = held("a.weight", np.split(weight, 2, axis=dim))
-        found = placed(spec({"match": "a.weight", "fragment": {"dim": dim}}), stored)
-        assert (found["a.weight"] == weight).all()
-
-
-def test_halves_are_cut_each_on_its_own() -> None:
-    gate, up = ramp(4, 3), ramp(4, 3) + 100
-    parts = [np.concatenate([g, u]) for g, u in zip(np.split(gate, 2), np.split(up, 2), strict=True)]
-    rules = spec({"match": "fc1", "fragment": {"dim": 0, "parts": ["gate", "up"]}})
-    assert (placed(rules, held("fc1", parts))["fc1"] == np.concatenate([gate, up])).all()
 
 
 def fused(heads: int, kv_heads: int, head_dim: int, ranks: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -132,53 +121,6 @@ def test_any_cuts_at_once(data: st.DataObject) -> None:
     assert (placed(rules, stored)["l.w"] == np.stack(expected)).all()
 
 
-def test_uneven_sizes_are_those_that_are_said() -> None:
-    parts = [ramp(3, 2), ramp(2, 2) + 10]
-    stored = held("w", [*parts, np.zeros((0, 2), int)])
-    expected = np.concatenate(parts)
-    for uneven in (True, [3, 2, 0]):
-        found = placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": uneven}}), stored)
-        assert (found["w"] == expected).all()
-    with_rank_2 = [*stored[:2], *held("other", [ramp(1)] * 3)]
-    rules = [{"match": "w", "fragment": {"dim": 0, "uneven": [3, 2, 0]}}, {"match": "other", "replicated": True}]
-    assert (placed(spec(*rules), with_rank_2)["w"] == expected).all()
-    with raises(SpecError, "w", "2"):
-        placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": True}}, rules[1]), with_rank_2)
-    with raises(SpecError, "w", "tp", "[3, 2, 0]", "uneven"):
-        placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
-    with raises(SpecError, "uneven", "[2, 3, 0]"):
-        placed(spec({"match": "w", "fragment": {"dim": 0, "uneven": [2, 3, 0]}}), stored)
-
-
-def test_layers_are_numbered_through_stages_and_chunks() -> None:
-    stored = []
-    layers = {(0, 0): [10, 11], (1, 0): [12], (0, 1): [13, 14], (1, 1): [15]}  # (pp, chunk)
-    for (pp, chunk), values in layers.items():
-        for number, value in enumerate(values):
-            values_of = np.array([value])
-            stored.append((LocalTensor(f"layers.{number}.w", (1,), {"pp": pp, "vpp": chunk}), values_of))
-    rules = spec({"match": "layers.{layer}.w", "unique": True, "rename": "layers.{layer + offset}.w"})
-    found = placed(rules, stored)
-    assert {name: int(value[0]) for name, value in found.items()} == {f"layers.{n}.w": 10 + n for n in range(6)}
-    with raises(SpecError, "layers.N", "stage 0", "chunk 0", "0 missing"):
-        placed(rules, stored[1:])
-    with raises(SpecError, "0, 1, 0, 1", "pipeline_replicated"):
-        placed(spec({"match": "layers.{layer}.w", "unique": True}), stored)
-
-
-def test_tied_embeddings_have_one_name() -> None:
-    weight = ramp(6, 2)
-    stored = held("embedding", np.split(weight, 2), pp=0) + held("head", np.split(weight, 2), pp=1)
-    rule = {
-        "match": ["embedding", "head"], "fragment": {"dim": 0}, "rename": "embedding", "pipeline_replicated": True,
-    }  # fmt: skip
-    found = placed(spec(rule), stored)
-    assert list(found) == ["embedding"] and (found["embedding"] == weight).all()
-    del rule["pipeline_replicated"]
-    with raises(SpecError, "stages 0, 1"):
-        placed(spec(rule), stored)
-
-
 def test_experts_are_numbered_over_their_ranks_and_stacked() -> None:
     experts = [ramp(4, 2) + 100 * n for n in range(4)]
     stored = []
@@ -213,24 +155,6 @@ def test_a_vocabulary_can_lose_its_padding() -> None:
         placed(spec({**rule, "padded_vocabulary": {"size": 9}}), stored)
 
 
-def test_averages_and_what_is_dropped() -> None:
-    stored = held("norm", [ramp(2), ramp(2) + 1]) + held("cache", [ramp(1)])
-    rules = spec({"match": "norm", "average": True}, {"match": "cache", "drop": "made again"})
-    found = place(rules, [each for each, _ in stored], {})
-    assert [each.average for each in found if each is not None] == [True, True] and found[2] is None
-
-
-def test_a_flat_range_of_a_stored_tensor_is_one_range_of_each_box() -> None:
-    shape, box = (4, 6), Box((1, 2), (3, 3))
-    inside = np.zeros(shape, bool)
-    inside[at(box)] = True
-    flat = inside.reshape(-1)
-    box_map = BoxMap(box, box)
-    for start in range(25):
-        for stop in range(start, 25):
-            assert box_map.within(shape, start, stop) == (flat[:start].sum(), flat[:stop].sum())
-
-
 A, B = held("a.weight", [ramp(2)]), held("b.weight", [ramp(2)])
 UNIQUE = {"match": "a.weight", "unique": True}
 
@@ -240,7 +164,6 @@ UNIQUE = {"match": "a.weight", "unique": True}
     [
         ([UNIQUE], "test b.weight"),
         ([UNIQUE, {"match": "*.weight", "unique": True}], "a.weight 1 2"),
-        ([{"match": "**", "unique": True}, {"match": "x", "unique": True}], "2"),
         ([{"match": "**", "unique": True, "rename": "c"}], "a.weight b.weight 0"),
         ([{"match": "**", "fragment": {"dim": 3}}], "a.weight 3"),
         ([{"match": "**", "fragment": {"dim": 0, "parts": ["a", "b", "c"]}}], "1 3"),
@@ -249,8 +172,6 @@ UNIQUE = {"match": "a.weight", "unique": True}
             "3 2",
         ),
         ([{"match": "**", "fragment": {"dim": 0, "parts": [{"name": "a", "width": "$w"}]}}], "--set w=VALUE"),
-        ([{"match": "**", "unique": True, "rename": "{layer}"}], ""),
-        ([{"match": "**", "unique": True, "when": "$some"}], "1"),
     ],
 )
 def test_what_does_not_fit_is_an_error(rules: list[Mapping[str, Any]], text: str) -> None:
@@ -263,26 +184,15 @@ def test_what_does_not_fit_is_an_error(rules: list[Mapping[str, Any]], text: str
     [
         ({"unique": True}, "1 match"),
         ({"match": "a"}, "unique replicated average fragment drop"),
-        ({"match": "a", "unique": True, "average": True}, "unique average"),
-        ({"match": "a", "unique": False}, "unique"),
-        ({"match": "a", "drop": True}, "drop"),
         ({"match": "a", "unique": True, "renam": "b"}, "renam"),
         ({"match": "a", "fragment": {"dim": -1}}, "dim -1"),
-        ({"match": "a", "fragment": {"dim": 0, "size": 4}}, "fragment size"),
-        ({"match": "a", "fragment": [{"dim": 0}, {"dim": 0, "axis": "ep"}]}, "dim"),
-        ({"match": "a", "fragment": {"dim": 0, "parts": [{"width": 2}]}}, "1 name"),
         ({"match": "a", "fragment": {"dim": 0, "parts": [{"name": "a", "unit": 2}]}}, "unit width"),
-        ({"match": "a", "fragment": {"dim": 0, "parts": ["a", {"name": "b", "width": 2}]}}, ""),
-        ({"match": "a", "fragment": {"dim": 0, "parts": ["a"], "uneven": [1, 2]}}, ""),
         ({"match": "a", "unique": True, "padded_vocabulary": {"dim": 1}}, "padded_vocabulary dim 0"),
-        ({"match": "a", "unique": True, "expert": "n"}, "n"),
         (
             {"match": "a.{n}", "unique": True, "expert": {"number": "n", "numbers": "odd"}},
             "odd",
         ),
-        ({"match": "a", "unique": True, "stack": "n"}, "n"),
         ({"regex": "a(", "unique": True}, "a"),
-        ({"match": "{a}.{a}", "unique": True}, ""),
     ],
 )
 def test_a_wrong_rule_is_an_error_that_names_the_field(rule: Mapping[str, Any], text: str) -> None:
@@ -296,45 +206,14 @@ def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     for text, error in (
         ("rules: [", "cannot be read"),
-        ("[1]", "has to be a mapping"),
         ("about: x", "either rules or variants"),
-        ("rules: {}", "rules have to be a list"),
         ("rules: [1]", "rule 1: has to be a mapping"),
         ("more: 1\nrules: []", "unknown field more; known are about, rules, variables, variants"),
-        ("variables: {a: [1]}\nrules: []", "rules have to be"),
         ("variables: {a: {of: b}}\nrules: [{match: a, unique: true}]", "variables: a: unknown field of"),
-        ("variables: {a: {from: 3}}\nrules: [{match: a, unique: true}]", "from: has to be a text"),
     ):
         path.write_text(text)
         with pytest.raises(SpecError, match=error):
             Spec.load(path)
-
-
-def test_shapes_that_ranks_disagree_about() -> None:
-    stored = held("w", [ramp(2, 2), ramp(2, 3)])
-    with raises(SpecError, "w", "(4, 2)", "(4, 3)"):
-        placed(spec({"match": "w", "fragment": {"dim": 0}}), stored)
-    copies = [*held("w", [ramp(2), ramp(2)], ep=0), *held("w", [ramp(2), ramp(3)], ep=1)]
-    with raises(SpecError, "1", "dimension 0", "2", "3"):
-        placed(spec({"match": "w", "fragment": {"dim": 0}}), copies)
-    with raises(SpecError, "w", "unique", "2 files"):
-        placed(spec({"match": "w", "unique": True}), held("w", [ramp(2), ramp(2)]))
-    lonely = held("w", [ramp(2)]) + held("v", [ramp(2), ramp(2)])
-    with raises(SpecError, "w", "replicated", "1", "unique"):
-        placed(spec({"match": "*", "replicated": True}), lonely)
-
-
-def test_patterns() -> None:
-    def captured(pattern: str, name: str) -> Mapping[str, Any] | None:
-        return Pattern.glob(pattern).match(name)
-
-    assert captured("a.{n}.w", "a.12.w") == {"n": 12}
-    assert captured("a.{n}.w", "a.x.w") is None and captured("a.{n}.w", "a.1.wx") is None
-    assert captured("a.*.w", "a.b.w") == {} and captured("a.*.w", "a.b.c.w") is None
-    assert captured("a.**", "a.b.c") == {} and captured("**.w", "w") is None
-    assert captured("{what:*}_norm.{rest:**}", "q_norm.a.b") == {"what": "q", "rest": "a.b"}
-    assert captured("a+(b", "a+(b") == {} and captured("a+(b", "aa+(b") is None
-    assert Pattern.of_regex(r"(\w+)\.(?P<n>\d+)").match("x.7") == {"n": 7}
 
 
 def test_arithmetic() -> None:
@@ -343,20 +222,6 @@ def test_arithmetic() -> None:
     for text in ("1 +", "2 ** 9", "__import__('os')", "1.5", "layer.x", "1 // 0", "-1 // 0", "(" * 300):
         with pytest.raises(SpecError):
             evaluate(text, {"layer": 1}, {})
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in READY.glob("*.yaml")))
-def test_ready_specifications_explain_themselves(name: str) -> None:
-    rules = Spec.load(name)
-    assert rules.variants
-    assert yaml.safe_load((READY / f"{name}.yaml").read_text())["about"]
-    assert f"`{name}`" in (READY / "README.md").read_text()
-
-
-def test_the_best_variant_is_named_in_the_error() -> None:
-    names = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "odd"]
-    with raises(SpecError, "llama", "transformers", "odd"):
-        Spec.load("llama").resolve(names, {})
 
 
 def test_a_ready_specification_for_names_of_hugging_face() -> None:
@@ -380,3 +245,111 @@ def test_a_ready_specification_for_names_of_hugging_face() -> None:
         found = placed(Spec.load("llama"), model(tp), **arguments)
         assert found.keys() == expected.keys()
         assert all((found[name] == expected[name]).all() for name in expected), tp
+
+
+RMS = {"normalization": "RMSNorm"}
+GATED = {**RMS, "gated_linear_unit": True, "add_bias_linear": False}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "gated_linear_unit": True, **RMS}
+BIASED = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+          "moe_router_load_balancing_type": "none"}  # fmt: skip
+CASES: dict[str, tuple[str, Model]] = {
+    "gpt": ("gpt", Model()),
+    "gpt-untied": ("gpt", Model(untied=True)),
+    "gpt-without-biases": ("gpt", Model({"add_bias_linear": False})),
+    "gpt-qk-layernorm": ("gpt", Model({"qk_layernorm": True})),
+    "gpt-rmsnorm": ("gpt", Model({**RMS, "add_bias_linear": False, "add_qkv_bias": True})),
+    "llama": ("llama", Model({**GATED, "num_query_groups": 2}, untied=True)),
+    "llama-tied": ("llama", Model({**GATED, "num_query_groups": 2})),
+    "llama-qkv-bias": ("llama", Model({**GATED, "num_query_groups": 2, "add_qkv_bias": True}, untied=True)),
+    "llama-qk-layernorm": ("llama", Model({**GATED, "num_query_groups": 2, "qk_layernorm": True}, untied=True)),
+    "llama-biases": ("llama", Model({"gated_linear_unit": True}, untied=True)),
+    "mixtral": ("mixtral", Model(EXPERTS, untied=True)),
+    "mixtral-tied": ("mixtral", Model(EXPERTS)),
+    "mixtral-expert-bias": ("mixtral", Model(BIASED, untied=True)),
+    "mixtral-router-bias": ("mixtral", Model({**EXPERTS, "add_bias_linear": True}, untied=True)),
+    "mixtral-qkv-bias": ("mixtral", Model({**EXPERTS, "add_qkv_bias": True, "qk_layernorm": True}, untied=True)),
+    "mixtral-shared-expert-gate": (
+        "mixtral",
+        Model({**EXPERTS, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}, untied=True),
+    ),
+    "mixtral-shared-expert": ("mixtral", Model({**EXPERTS, "moe_shared_expert_intermediate_size": 32}, untied=True)),
+}
+LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2-vpp2": (2, {"pp": 2, "vpp": 2}), "tp2-pp2": (4, {"tp": 2, "pp": 2}),
+           "tp2-ep2": (4, {"tp": 2, "ep": 2}), "tp2-etp1-ep2": (2, {"tp": 2, "ep": 2, "etp": 1})}  # fmt: skip
+
+
+def stored_and_placed(rank: int, world_size: int, model: Model, layout: Mapping[str, int]) -> tuple[Any, Any]:
+    """What a rank's checkpoint in the ``torch`` format would hold, and where Megatron itself says that it lies."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.utils import unwrap_model
+
+    own: list[Any] = []
+    theirs: list[Any] = []
+
+    def leaves(value: Any) -> None:
+        if isinstance(value, ShardedTensorFactory):
+            leaves(value.build())
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                leaves(item)
+        elif isinstance(value, ShardedTensor) and "_extra_state" not in value.key:
+            data = value.data.detach().float().numpy().copy()
+            theirs.append((value.key, tuple(value.global_shape), tuple(value.global_offset), data))
+
+    with parallel(layout):
+        coords = {
+            "tp": mpu.get_tensor_model_parallel_rank(), "pp": mpu.get_pipeline_model_parallel_rank(),
+            "ep": mpu.get_expert_model_parallel_rank(), "etp": mpu.get_expert_tensor_parallel_rank(),
+        }  # fmt: skip
+        built = build(model, layout)
+        distinguish(built)
+        for number, chunk in enumerate(built.chunks):
+            for name, value in unwrap_model(chunk).state_dict_for_save_checkpoint().items():
+                if value is not None and hasattr(value, "shape"):
+                    own.append((name, {**coords, "vpp": number}, value.detach().float().numpy().copy()))
+            leaves(unwrap_model(chunk).sharded_state_dict(metadata={"non_homogeneous_layers": True}))
+    return own, theirs
+
+
+def distinguish(built: Any) -> None:
+    """Values that tell elements apart: biases and norms are alike everywhere when they are made."""
+    from ftckpt.megatron.state import MegatronState
+
+    described = MegatronState(built.chunks, built.optimizer, None, {}).describe()
+    pieces = [*described.stepped, *described.volatile]
+    fill(piece for piece in pieces if piece.fragment.key.startswith(("weight/", "buffer/")))
+
+
+PAIRS = list(product(CASES, LAYOUTS))
+QUICK = [
+    (name, layout)
+    for name, layout in PAIRS
+    if name in ("gpt", "llama", "mixtral") or layout == ("tp2-ep2" if CASES[name][0] == "mixtral" else "tp2")
+]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("name", "layout"), by_default(PAIRS, QUICK))
+def test_specifications_say_what_megatron_says(name: str, layout: str) -> None:
+    spec, model = CASES[name]
+    world_size, sizes = LAYOUTS[layout]
+    if "ep" in sizes and "num_moe_experts" not in model.config:
+        pytest.skip("no experts")
+    if model.config.get("add_bias_linear") and sizes.get("tp", 1) != 1 and sizes.get("etp") != 1:
+        pytest.skip("Megatron has no experts with biases that are cut")
+    stored: list[tuple[LocalTensor, np.ndarray]] = []
+    theirs: dict[str, np.ndarray] = {}
+    # Without the distributed optimizer each rank has, and fills, all of its weights.
+    for result in run_ranks(stored_and_placed, world_size, replace(model, sharded=False), sizes):
+        own, said = result.value
+        stored += [(LocalTensor(at_rank, values.shape, coords), values) for at_rank, coords, values in own]
+        for key, shape, offset, values in said:
+            tensor = theirs.setdefault(key, np.full(shape, np.nan, np.float32))
+            lengths = (1,) * (len(shape) - values.ndim) + values.shape
+            tensor[at(Box(offset, lengths))] = values.reshape(lengths)
+    arguments = {"untie_embeddings_and_output_weights": model.untied, "num_attention_heads": 4, "hidden_size": 32}
+    found = placed(Spec.load(spec), stored, **arguments)
+    assert found.keys() == theirs.keys()
+    for key, values in theirs.items():
+        assert (found[key] == values).all(), key

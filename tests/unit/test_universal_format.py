@@ -5,42 +5,30 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
-import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES
-from ftckpt.universal.catalog import Catalog, Get, Rows, Tensor, Unit, Writer
+from ftckpt.universal.catalog import Catalog, Get, Tensor, Unit, Writer
 from ftckpt.universal.consolidation import cast, deriving
-from ftckpt.universal.safetensors import TensorFile, WeightsWriter, by_role, header, pack, parse_header, strips
+from ftckpt.universal.safetensors import WeightsWriter, parse_header
 from ftckpt.universal.storage import Destination, map_file
-from ftckpt.universal.universal_format import (
-    MANIFEST_NAME,
-    OBJECTS_NAME,
-    UniversalManifest,
-    UniversalReader,
-    UniversalWriter,
-)
+from ftckpt.universal.universal_format import MANIFEST_NAME, OBJECTS_NAME, UniversalReader, UniversalWriter
 from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.killing import replace_call
-from tests.support.syscalls import fails_with
+from tests.support.killing import fails_with, replace_call
 
 TENSORS = [
     Tensor("weight/embed", "BF16", (10, 6)),
@@ -95,8 +83,8 @@ def put(writer: Writer, read: Get = get) -> list[Unit]:
     return units
 
 
-def write(path: Path, read: Get = get) -> Path:
-    writer = UniversalWriter(path, 700)
+def write(path: Path, read: Get = get, max_file_bytes: int = 700) -> Path:
+    writer = UniversalWriter(path, max_file_bytes)
     writer.finish(catalog(), put(writer, read))
     return path
 
@@ -142,14 +130,6 @@ def test_the_safetensors_library_alone_reads_it(tmp_path: Path) -> None:
     assert all((path / entry["file"]).exists() for entry in described["tensors"].values())
 
 
-def test_casts_can_stay_what_they_derive_from(tmp_path: Path) -> None:
-    writer = UniversalWriter(tmp_path / "out", weights=False)
-    writer.finish(catalog(), put(writer))
-    source = UniversalReader(tmp_path / "out")
-    assert source.catalog.derived == {"weight/layer.0": "BF16"}
-    assert "weight/layer.0" not in {f.key for f in source.catalog.fragments}
-
-
 @pytest.mark.parametrize("max_file_bytes", [1 << 20, 300])
 def test_weights_alone_for_others(tmp_path: Path, max_file_bytes: int) -> None:
     writer = WeightsWriter(tmp_path / "hf", max_file_bytes)
@@ -169,11 +149,6 @@ def test_weights_alone_for_others(tmp_path: Path, max_file_bytes: int) -> None:
     assert set(loaded) == {"embed", "layer.0", "bias", "none", "flags"}
     assert loaded["layer.0"].dtype == torch.bfloat16
     assert torch.equal(loaded["embed"].view(torch.uint8).reshape(-1), torch.tensor(value(TENSORS[0]).copy()))
-
-
-def test_weights_of_an_unknown_type_are_not_made_up(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match=r"layer\.0"):
-        WeightsWriter(tmp_path / "hf").plan(catalog(derived={}), TENSORS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -213,34 +188,17 @@ def edit_text(path: Path) -> None:
     (path / MANIFEST_NAME).write_text(text.replace('"iteration": 12', '"iteration": 13'))
 
 
-def folder(path: Path) -> None:
-    file = first(path)
-    file.unlink()
-    file.mkdir()
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated file": (lambda p: os.truncate(first(p), first(p).stat().st_size - 1), r"tensors-00001.*bytes"),
-    "longer file": (lambda p: os.truncate(first(p), first(p).stat().st_size + 1), r"tensors-00001.*bytes"),
-    "empty file": (lambda p: os.truncate(first(p), 0), r"tensors-00001.*0 bytes"),
     "missing file": (lambda p: first(p).unlink(), r"tensors-00001.*No such file"),
-    "directory for a file": (folder, r"tensors-00001"),
     "missing manifest": (lambda p: (p / MANIFEST_NAME).unlink(), r"manifest\.json: is missing"),
-    "missing objects": (lambda p: (p / OBJECTS_NAME).unlink(), r"objects\.ftobj"),
     "flipped objects": (lambda p: flip(p / OBJECTS_NAME, 30), r"objects\.ftobj: corrupt"),
     "half a manifest": (lambda p: os.truncate(p / MANIFEST_NAME, 400), r"manifest\.json"),
     "edited manifest": (edit_text, r"checksum"),
     "other version": (rewritten(lambda d: d.update(version=2)), r"version 2, this ftckpt reads 1"),
-    "other format": (rewritten(lambda d: d.update(format="x")), r"no manifest"),
     "file elsewhere": (rewritten(lambda d: d["files"].update({"../x": {"bytes": 1}})), r"x' is no name of a"),
     "tensor elsewhere": (rewritten(lambda d: d["tensors"]["weight/embed"].update(file="y")), r"embed is in y"),
     "other shape": (rewritten(lambda d: d["tensors"]["weight/embed"].update(shape=[6, 10])), r"weight/embed is BF16"),
-    "unlisted tensor": (rewritten(lambda d: d["tensors"].pop("weight/embed")), r"weight/embed is not in manifest"),
-    "unknown tensor": (
-        rewritten(lambda d: d["tensors"].update(z=d["tensors"]["weight/embed"])), r"z, which manifest.json lists",
-    ),
-    "odd type": (rewritten(lambda d: d["tensors"]["weight/embed"].update(dtype="F7")), r"F7"),
-    "odd checksum": (rewritten(lambda d: d["tensors"]["weight/embed"].update(checksum="0")), r"hex digits"),
     "flipped header": (lambda p: flip(first(p), 12), r"tensors-00001"),
 }  # fmt: skip
 
@@ -271,18 +229,6 @@ def test_a_flipped_bit_is_named_when_the_tensor_is_read(tmp_path: Path) -> None:
 # Whole or not there
 
 
-def test_a_partial_one_is_never_read(tmp_path: Path) -> None:
-    writer = UniversalWriter(tmp_path / "out", 700)
-    for unit in begun(writer):
-        writer.write(unit, get)
-        assert not (tmp_path / "out").exists()
-        with pytest.raises(ConvertError):
-            UniversalReader(tmp_path / "out.partial")
-    renamed = shutil.copytree(tmp_path / "out.partial", tmp_path / "copy")
-    with raises(ConvertError, "manifest.json"):
-        UniversalReader(renamed)
-
-
 def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "out")
     before = everything(path)
@@ -292,70 +238,6 @@ def test_a_destination_that_exists_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="exists"):
         Destination(tmp_path / "empty").begin()
     assert everything(path) == before
-
-
-def test_two_writers_do_not_meet(tmp_path: Path) -> None:
-    first_writer, second = Destination(tmp_path / "out"), Destination(tmp_path / "out")
-    first_writer.begin()
-    with raises(ConvertError):
-        second.begin()
-    first_writer.release()
-    second.begin()
-    second.commit()
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    destination = Destination(tmp_path / "out")
-    destination.begin()
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ConvertError):
-        destination.commit()
-    assert (tmp_path / "out.partial").exists()
-
-
-def test_a_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    destination = Destination(tmp_path / "out")
-    destination.begin()
-    with pytest.raises(RuntimeError), destination.file("a") as file:
-        file.write(b"x")
-        raise RuntimeError
-    assert [p.name for p in destination.partial.iterdir()] == [".lock"]
-
-
-@contextmanager
-def limited(nbytes: int) -> Iterator[None]:
-    """No file may grow beyond ``nbytes``, which the system tells as it tells of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
-
-
-def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path) -> None:
-    big = Tensor("master/big", "F32", (1 << 20,))
-    writer, failed = UniversalWriter(tmp_path / "out", 700), []
-    units = begun(writer, [*TENSORS, big])
-    with limited(1 << 20):
-        for unit in units:
-            try:
-                writer.write(unit, get)
-            except ConvertError as error:
-                failed.append(unit)
-                assert unit.name in str(error)
-    assert [unit.parts[0].tensor for unit in failed] == [big]
-    names = {p.name for p in (tmp_path / "out.partial").iterdir()}
-    assert names == {".lock"} | {unit.name for unit in units} - {failed[0].name}
-    with pytest.raises(ConvertError, match=failed[0].name):
-        writer.finish(catalog(), units)
-    assert not (tmp_path / "out").exists()
-    writer.write(failed[0], get)
-    writer.finish(catalog(), units)
-    assert everything(tmp_path / "out")["master/big"] == value(big).tobytes()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -388,7 +270,7 @@ def write_and_die(path: Path, calls: int) -> int:
     try:
         for name in ("fsync", "rename", "unlink", "mkdir", "open"):
             replace_call(name, die_later(getattr(os, name)), setattr)
-        write(path, read=die_later(get))
+        write(path, die_later(get), 2000)
         os._exit(0)
     finally:
         os._exit(1)
@@ -396,7 +278,7 @@ def write_and_die(path: Path, calls: int) -> int:
 
 def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
     """Going on from there always succeeds."""
-    reference = write(tmp_path / "reference")
+    reference = write(tmp_path / "reference", max_file_bytes=2000)
     whole, names = everything(reference), {p.name for p in reference.iterdir()}
     for number in count():
         path = tmp_path / f"out{number}"
@@ -407,53 +289,14 @@ def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
         else:
             for left in path.with_name(f"{path.name}.partial").glob("tensors-*"):
                 parse_header(map_file(left), str(left))
-            assert everything(write(path)) == whole
+            assert everything(write(path, max_file_bytes=2000)) == whole
         assert {p.name for p in path.iterdir()} == names
         if ended == 0:
             break
-    assert number > 40
+    assert number > 20
 
 
 # Pure parts
-
-
-dtypes = st.sampled_from(["F32", "BF16", "U8", "I64", "F64"])
-tensors = st.lists(
-    st.builds(
-        Tensor, st.text("abc/.", min_size=1, max_size=6), dtypes, st.lists(st.integers(0, 5), max_size=3).map(tuple)
-    ),
-    max_size=8, unique_by=lambda tensor: tensor.key,
-)  # fmt: skip
-
-
-@settings(max_examples=60)
-@given(tensors, st.integers(1, 300))
-def test_files_hold_each_tensor_once_within_the_bound(some: list[Tensor], max_bytes: int) -> None:
-    packed = pack(by_role(some), max_bytes)
-    assert sorted(t.key for file in packed for t in file) == sorted(t.key for t in some)
-    for file in packed:
-        assert sum(t.nbytes for t in file) <= max_bytes or len([t for t in file if t.nbytes]) == 1
-        text = header({t.key: t for t in file}, {"a": "b"})
-        data = np.concatenate([np.frombuffer(text, np.uint8), np.zeros(sum(t.nbytes for t in file), np.uint8)])
-        entries, metadata = parse_header(data, "x")
-        assert metadata == {"a": "b"}
-        assert {key: entry[:2] for key, entry in entries.items()} == {t.key: (t.dtype, t.shape) for t in file}
-        for key, (dtype, _, begin, _) in entries.items():
-            assert begin % DTYPE_BYTES[dtype] == 0, key
-        if len(data) > 8:
-            with pytest.raises(ConvertError):
-                parse_header(data[:-1], "x")
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), st.integers(1, 100))
-def test_strips_are_all_rows_once(shape: tuple[int, ...], nbytes: int) -> None:
-    part = Rows.whole(Tensor("x", "F32", shape))
-    found = list(strips(part, nbytes))
-    assert sum(b - a for a, b in found) == (part.tensor.rows if part.nbytes else 0)
-    assert all(a == b for (_, a), (b, _) in pairwise(found))
-    for a, b in found:
-        assert (b - a) * part.tensor.row_bytes <= nbytes or b - a == 1
 
 
 def table(*entries: tuple[str, list[int], list[int]], data: int = 8) -> Bytes:
@@ -481,28 +324,21 @@ def test_files_with_holes_or_overlaps_are_refused() -> None:
             parse_header(wrong, "x")
 
 
-def test_a_finished_file_that_is_another_one_is_not_taken(tmp_path: Path) -> None:
-    writer = UniversalWriter(tmp_path / "out", 700)
-    units = put(writer)
-    shutil.copy(writer.destination.partial / units[0].name, writer.destination.partial / units[1].name)
-    with raises(ConvertError, units[1].name):
-        writer.finish(catalog(), units)
-    assert not (tmp_path / "out").exists()
+def test_two_writers_do_not_meet(tmp_path: Path) -> None:
+    first_writer, second = Destination(tmp_path / "out"), Destination(tmp_path / "out")
+    first_writer.begin()
+    with raises(ConvertError):
+        second.begin()
+    first_writer.release()
+    second.begin()
+    second.commit()
+    assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_file_takes_no_more_and_no_less_than_it_was_to_hold(tmp_path: Path) -> None:
-    tensor = Tensor("x", "U8", (4,))
-    with open(tmp_path / "f", "wb") as file:
-        made = TensorFile(file, {"x": tensor}, {}, checksums=True)
-        made.put(np.zeros(3, np.uint8))
-        with pytest.raises(ValueError, match="lacks 1"):
-            made.end()
-        with raises(ValueError, "2"):
-            made.put(np.zeros(2, np.uint8))
-
-
-def test_the_manifest_is_the_same_for_the_same_contents(tmp_path: Path) -> None:
-    one, two = write(tmp_path / "one"), write(tmp_path / "two")
-    assert (one / MANIFEST_NAME).read_bytes() == (two / MANIFEST_NAME).read_bytes()
-    data = (one / MANIFEST_NAME).read_bytes()
-    assert UniversalManifest.decode(data, "x").encode() == data
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    destination = Destination(tmp_path / "out")
+    destination.begin()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConvertError):
+        destination.commit()
+    assert (tmp_path / "out.partial").exists()

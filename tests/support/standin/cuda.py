@@ -1,17 +1,19 @@
-"""`torch.cuda` on a machine without a GPU: the functions and classes a Megatron run asks for.
+"""`torch.cuda` on a machine without a GPU, and tensors that are asked for on "cuda" made on the CPU.
 
-One CPU "device", one stream on which everything has already happened, and the CPU generator in
-the place of the device generator.
+One CPU "device", one stream on which everything has already happened, and the CPU generator in the place of the
+device generator. Factories and methods of tensors are replaced (rather than pushing a `TorchFunctionMode`): a mode is
+bound to the thread that pushed it and slows every call down.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,11 +34,9 @@ class CpuEvent:
     def query(self) -> bool:
         return True
 
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def wait(self, stream: Any = None) -> None: ...
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end_event: CpuEvent) -> float:
         """Milliseconds, as the real one."""
@@ -53,20 +53,16 @@ class CpuStream:
     cuda_stream = 0
     priority = 0
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        self._outer: list[CpuStream] = []
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
-    def synchronize(self) -> None:
-        pass
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def wait_stream(self, stream: Any) -> None:
-        pass
+    def wait_stream(self, stream: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None:
-        pass
+    def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
         event = CpuEvent() if event is None else event
@@ -74,35 +70,27 @@ class CpuStream:
         return event
 
     def __enter__(self) -> CpuStream:
-        self._outer.append(_streams.current)
-        _streams.current = self
+        _current.append(self)
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        _streams.current = self._outer.pop()
+        _current.pop()
 
 
-class _Streams:
-    def __init__(self) -> None:
-        self.default = CpuStream()
-        self.current = self.default
-
-
-_streams = _Streams()
+_DEFAULT = CpuStream()
+_current = [_DEFAULT]
+"""The streams that were entered, the current one last."""
 
 
 @contextlib.contextmanager
 def _stream_context(stream: CpuStream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    with stream:
+    with stream or contextlib.nullcontext():
         yield
 
 
 def _set_stream(stream: CpuStream) -> None:
     if stream is not None:
-        _streams.current = stream
+        _current[-1] = stream
 
 
 class _Generators(tuple[torch.Generator, ...]):
@@ -140,33 +128,7 @@ def _mem_get_info(_device: Any = None) -> tuple[int, int]:
     return free_bytes, _total_memory_bytes()
 
 
-def _memory_stats(_device: Any = None) -> dict[str, int]:
-    return collections.defaultdict(int)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _get_rng_state(_device: Any = "cuda") -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, _device: Any = "cuda") -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _get_rng_state_all() -> list[torch.Tensor]:
-    return [torch.default_generator.get_state()]
-
-
-def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for state in new_states:
-        torch.default_generator.set_state(state)
-
-
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    pass
+def _nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 def _zero(*_args: Any, **_kwargs: Any) -> int:
@@ -178,16 +140,20 @@ def _null_context(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
 _RNG: dict[str, Callable[..., Any]] = {
     "manual_seed": _manual_seed,
     "manual_seed_all": _manual_seed,
     "seed": torch.seed,
     "seed_all": torch.seed,
     "initial_seed": torch.initial_seed,
-    "get_rng_state": lambda device="cuda": _get_rng_state(),
-    "set_rng_state": lambda new_state, device="cuda": _set_rng_state(new_state),
-    "get_rng_state_all": _get_rng_state_all,
-    "set_rng_state_all": _set_rng_state_all,
+    "get_rng_state": lambda device="cuda": torch.default_generator.get_state(),
+    "set_rng_state": lambda new_state, device="cuda": torch.default_generator.set_state(new_state),
+    "get_rng_state_all": lambda: [torch.default_generator.get_state()],
+    "set_rng_state_all": lambda new_states: [torch.default_generator.set_state(state) for state in new_states],
 }
 
 _DEVICE: dict[str, Any] = {
@@ -202,32 +168,24 @@ _DEVICE: dict[str, Any] = {
     "get_device_properties": _device_properties,
     "get_arch_list": lambda: [],
     "device": _null_context,
-    "set_device": _nothing,
-    "init": _nothing,
-    "synchronize": _nothing,
     # The optimizers of torch 2.6 ask wherever a device is available.
     "is_current_stream_capturing": lambda: False,
-    "ipc_collect": _nothing,
-    "utilization": _zero,
-    "power_draw": _zero,
-    "temperature": _zero,
-    "clock_rate": _zero,
     "default_generators": _Generators((torch.default_generator,)),
+    **dict.fromkeys(("set_device", "init", "synchronize", "ipc_collect"), _nothing),
+    **dict.fromkeys(("utilization", "power_draw", "temperature", "clock_rate"), _zero),
 }
 
 _MEMORY: dict[str, Any] = {
-    "empty_cache": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "reset_max_memory_allocated": _nothing,
-    "reset_max_memory_cached": _nothing,
-    "memory_allocated": _zero,
-    "max_memory_allocated": _zero,
-    "memory_reserved": _zero,
-    "max_memory_reserved": _zero,
-    "device_memory_used": _zero,
     "memory_summary": lambda device=None, abbreviated=False: "",
-    "memory_stats": _memory_stats,
+    "memory_stats": lambda device=None: collections.defaultdict(int),
     "mem_get_info": _mem_get_info,
+    **dict.fromkeys(
+        ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), _nothing
+    ),
+    **dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used"),
+        _zero,
+    ),
 }
 
 _STREAM: dict[str, Any] = {
@@ -236,8 +194,8 @@ _STREAM: dict[str, Any] = {
     "Event": CpuEvent,
     "stream": _stream_context,
     "set_stream": _set_stream,
-    "current_stream": lambda device=None: _streams.current,
-    "default_stream": lambda device=None: _streams.default,
+    "current_stream": lambda device=None: _current[-1],
+    "default_stream": lambda device=None: _DEFAULT,
 }
 
 _NVTX: dict[str, Any] = {"range_push": _zero, "range_pop": _zero, "mark": _nothing, "range": _null_context}
@@ -259,3 +217,74 @@ def install_cuda() -> None:
     torch.cuda._initialized = True
     # torch built for CUDA would put them off in a child of a process that has counted devices.
     torch.cuda._is_in_bad_fork = lambda: False
+
+
+_FACTORIES = (
+    "tensor", "as_tensor", "asarray", "empty", "zeros", "ones", "full", "rand", "randn", "randint",
+    "randperm", "arange", "linspace", "logspace", "eye", "empty_strided", "tril_indices",
+    "triu_indices", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "scalar_tensor",
+)  # fmt: skip
+_METHODS = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+
+
+def on_cpu(device: Any) -> Any:
+    """The CPU in place of a CUDA device; anything else unchanged. A bare number is a CUDA device."""
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_cuda = isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "cuda"
+    return CPU if is_number or is_cuda else device
+
+
+def _device_keyword_on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        # Page-locking needs a driver.
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (on_cpu(args[0]), *args[1:])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimizer asks for 'torch.cuda.FloatTensor' and the like by name."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name: str = original(self)
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return original(self, dtype, *args, **kwargs)
+
+    return type_
+
+
+def install_tensor() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _device_keyword_on_cpu(getattr(torch, name)))
+    for name in _METHODS:
+        setattr(torch.Tensor, name, _device_keyword_on_cpu(getattr(torch.Tensor, name)))
+    replacements: dict[str, Callable[..., Any]] = {
+        "to": _to(torch.Tensor.to),
+        "type": _type(torch.Tensor.type),
+        "cuda": lambda self, *_args, **_kwargs: self,
+        "pin_memory": lambda self, device=None: self,
+        "record_stream": _nothing,
+    }
+    for name, value in replacements.items():
+        setattr(torch.Tensor, name, value)

@@ -1,4 +1,4 @@
-"""A stand-in for Transformer Engine on a CPU, under its names, so that real Megatron-core builds and trains with it.
+"""A stand-in for Transformer Engine, and for Apex, on a CPU under their names: real Megatron-core trains with it.
 
 TE cannot be built without CUDA. Mirrored from its sources at v2.2, v2.4 and v2.18 (``RELEASES``): which tensors
 delayed scaling keeps, under which attributes, when they are made, reduced and updated; what ``get_extra_state``
@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 RELEASES = ("2.2", "2.4", "2.18")
 
 release = RELEASES[-1]
@@ -33,18 +35,17 @@ def install(of_release: str, checkout: Path | None = None, experts: bool = False
     """From here on this process has Transformer Engine, and Megatron is imported by its next user."""
     global release
     release = of_release
-    from tests.support.standin.megatron import install_megatron
-    from tests.support.te import fp8, kernels, modules, optimizers
+    from tests.support.te import fused_adam, modules
 
     tree = {
         "": {"__version__": f"{of_release}.0"},
         "common": {},
-        "common.recipe": _names(fp8, "Recipe", "DelayedScaling", "Float8CurrentScaling", "Format"),
+        "common.recipe": _names(modules, "Recipe", "DelayedScaling", "Float8CurrentScaling", "Format"),
         "pytorch": {
-            **_names(fp8, "fp8_autocast", "fp8_model_init"),
-            **_names(modules, "Linear", "LayerNormLinear", "GroupedLinear", "DotProductAttention", "LayerNorm"),
+            **_names(modules, "fp8_autocast", "fp8_model_init", "Linear", "LayerNormLinear", "GroupedLinear"),
+            **_names(modules, "DotProductAttention", "LayerNorm"),
         },
-        "pytorch.fp8": _names(fp8, "FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
+        "pytorch.fp8": _names(modules, "FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
         "pytorch.module": {},
         "pytorch.module.base": _names(modules, "TransformerEngineBaseModule"),
         # Names that Megatron wants when it is imported; with 2.7 and newer the router's, too.
@@ -54,10 +55,9 @@ def install(of_release: str, checkout: Path | None = None, experts: bool = False
         "pytorch.router": dict.fromkeys(
             ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
         ),
-        "pytorch.optimizers": {
-            **_names(optimizers, "FusedAdam", "FusedSGD", "multi_tensor_applier"),
-            **_names(kernels, "multi_tensor_scale", "multi_tensor_l2norm"),
-        },
+        "pytorch.optimizers": _names(
+            fused_adam, "FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_scale", "multi_tensor_l2norm"
+        ),
     }
     for path, contents in tree.items():
         put(f"transformer_engine.{path}".rstrip("."), contents)
@@ -68,14 +68,34 @@ def install(of_release: str, checkout: Path | None = None, experts: bool = False
         if experts:
             pytorch: Any = sys.modules["transformer_engine.pytorch"]
             pytorch.GroupedLinear = real.grouped_linear(checkout)
-    forget_megatron()
-    install_megatron()  # once more, for the modules that are imported now
+    _forget_megatron()
 
 
-def forget_megatron() -> None:
-    """It decides by what is installed when it is imported."""
+def install_apex(checkout: Path | None = None) -> None:
+    """Install the parts of Apex that Megatron-core and DeepSpeed use for their optimizers."""
+    from tests.support.te import fused_adam, real
+
+    real.put_kernels("amp_C")
+    put("apex", {})
+    put("apex.multi_tensor_apply", _names(fused_adam, "multi_tensor_applier"))
+    put("apex.optimizers", {"FusedAdam": fused_adam.ApexFusedAdam, "FusedSGD": fused_adam.FusedSGD})
+    if checkout is not None:
+        torch.cuda.IntTensor = torch.IntTensor  # type: ignore[assignment, misc]  # older ones ask for a flag so
+        real.load_package("apex.multi_tensor_apply", checkout / "apex/multi_tensor_apply")
+        # One file: others of this package want names of old releases of torch.
+        package: Any = sys.modules["apex.optimizers"]
+        package.__path__ = [str(checkout / "apex/optimizers")]
+        package.FusedAdam = importlib.import_module("apex.optimizers.fused_adam").FusedAdam
+    _forget_megatron()
+
+
+def _forget_megatron() -> None:
+    """Unload Megatron, which looks for these packages when it is imported."""
+    from tests.support.standin.megatron import install_megatron
+
     for name in [name for name in sys.modules if name.startswith(("megatron", "ftckpt.megatron", "train_gpt"))]:
         del sys.modules[name]
+    install_megatron()  # once more, for the modules that are imported now
 
 
 def _names(module: ModuleType, *names: str) -> dict[str, Any]:

@@ -1,17 +1,162 @@
-"""Modules that multiply in FP8, without tensor parallelism (``pytorch/module``, ``attention`` and ``ops``)."""
+"""Recipes, the state of delayed scaling, and modules that multiply in FP8, without tensor parallelism.
+
+Mirrored: ``pytorch/fp8.py``, later ``pytorch/quantization.py``, ``pytorch/module``, ``attention`` and ``ops``.
+"""
 
 from __future__ import annotations
 
+import enum
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.support import te
-from tests.support.te.fp8 import FP8GlobalStateManager, recipe_state
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class Format(enum.Enum):
+    E4M3, HYBRID = range(2)
+
+
+class Recipe:
+    def delayed(self) -> bool:
+        return isinstance(self, DelayedScaling)
+
+
+@dataclass
+class DelayedScaling(Recipe):
+    """Compared by value: a job makes a new one for each forward."""
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    params_dtype: Any = None
+    device: Any = None
+
+
+@dataclass
+class Float8CurrentScaling(Recipe):
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+class DelayedScalingRecipeState:
+    """All casts of one direction in one module: ``scale`` [casts] and ``amax_history`` [length, casts], fp32."""
+
+    def __init__(self, recipe: DelayedScaling, mode: str, num_quantizers: int) -> None:
+        self.num_quantizers = num_quantizers
+        self.dtype = E4M3 if mode == "forward" or recipe.fp8_format is Format.E4M3 else E5M2
+        self.scale = torch.ones(num_quantizers, dtype=torch.float32)
+        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32)
+
+    def cast(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Cast ``tensor`` to FP8 and back; the largest value is noted in the history's first row."""
+        noted, scale = self.amax_history[0], self.scale[index]
+        noted[index] = torch.maximum(noted[index], tensor.detach().abs().amax().float())
+        most = torch.finfo(self.dtype).max
+        return ((tensor.float() * scale).clamp(-most, most).to(self.dtype).float() / scale).to(tensor.dtype)
+
+
+class Float8CurrentScalingRecipeState:
+    """Nothing is kept: the scale follows from the tensor."""
+
+    def __init__(self, recipe: Float8CurrentScaling, mode: str, num_quantizers: int) -> None:
+        self.dtype = E4M3 if mode == "forward" else E5M2
+
+    def cast(self, tensor: torch.Tensor, _index: int) -> torch.Tensor:
+        scale = torch.finfo(self.dtype).max / tensor.detach().abs().amax().float().clamp(min=1e-12)
+        return ((tensor.float() * scale).to(self.dtype).float() / scale).to(tensor.dtype)
+
+
+class FP8GlobalStateManager:
+    """Newer releases keep the same in an instance, ``quantization_state``."""
+
+    FP8_ENABLED = False
+    FP8_RECIPE: Any = None
+    FP8_DISTRIBUTED_GROUP: Any = None
+    IS_FIRST_FP8_MODULE = False
+    FP8_AUTOCAST_DEPTH = 0
+    buffers: ClassVar[dict[str, list[Any]]] = {}
+    arguments: ClassVar[dict[str, tuple[Any, Any]]] = {}
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.FP8_ENABLED
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        first, cls.IS_FIRST_FP8_MODULE = cls.IS_FIRST_FP8_MODULE, False
+        return first
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
+        """Once for each module, in its first forward: what is reduced and updated goes by these tensors."""
+        if not fp8_meta["recipe"].delayed() or "buffer_index_and_autocast_key" in fp8_meta:
+            return
+        fp8_meta["buffer_index_and_autocast_key"] = []
+        for direction in ("scaling_fwd", "scaling_bwd"):
+            key = f"{direction}:{fp8_meta['recipe']}:{id(fp8_meta['fp8_group'])}"
+            cls.arguments[key] = (fp8_meta["recipe"], fp8_meta["fp8_group"])
+            cls.buffers.setdefault(key, []).append(fp8_meta[direction])
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """Reduce the largest values of all modules over the group, then compute the next scales."""
+        for key, states in cls.buffers.items():
+            if key.startswith("scaling_fwd") != forward:
+                continue
+            recipe, group = cls.arguments[key]
+            largest = torch.cat([state.amax_history[0] for state in states])
+            if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(group=group) > 1:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            for state, row in zip(states, largest.split([s.num_quantizers for s in states]), strict=True):
+                history = state.amax_history
+                history[0] = row
+                amax = history.amax(0) if recipe.amax_compute_algo == "max" else history[0].clone()
+                history.copy_(history.roll(-1, 0))
+                history[0] = 0
+                scale = torch.finfo(state.dtype).max / amax / 2**recipe.margin
+                state.scale.copy_(torch.where((amax > 0) & amax.isfinite(), scale, state.scale))
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
+) -> Iterator[None]:
+    manager: Any = FP8GlobalStateManager
+    names = ("FP8_ENABLED", "FP8_RECIPE", "FP8_DISTRIBUTED_GROUP", "IS_FIRST_FP8_MODULE")
+    before = {name: getattr(manager, name) for name in names}
+    manager.FP8_ENABLED, manager.FP8_RECIPE = enabled, fp8_recipe or DelayedScaling()
+    manager.FP8_DISTRIBUTED_GROUP = fp8_group
+    if manager.FP8_AUTOCAST_DEPTH == 0:
+        manager.IS_FIRST_FP8_MODULE = True
+    manager.FP8_AUTOCAST_DEPTH += 1
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(manager, name, value)
+        manager.FP8_AUTOCAST_DEPTH -= 1
+        if enabled and manager.FP8_AUTOCAST_DEPTH == 0 and torch.is_grad_enabled():
+            manager.reduce_and_update_fp8_tensors(forward=True)
+
+
+@contextmanager
+def fp8_model_init(enabled: bool = True, recipe: Any = None) -> Iterator[None]:
+    yield
 
 
 class QuantizedTensor(torch.Tensor):
@@ -29,20 +174,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if self.fp8_meta_tensors_initialized:
             state = self.fp8_meta[direction]
             if recipe.delayed() and hasattr(state, "amax_history"):
-                self._adjust_history(state, recipe.amax_history_len)
+                # Another tensor in its place, cut off at its end or filled up with zeros there.
+                more = recipe.amax_history_len - len(state.amax_history)
+                if more:
+                    state.amax_history = F.pad(state.amax_history, (0, 0, 0, more)).clone()
                 return
             if not recipe.delayed() and not hasattr(state, "amax_history"):
                 return
         casts = self.fp8_meta["num_gemms"] * (3 if fwd else 2)
-        self.fp8_meta[direction] = recipe_state(recipe, "forward" if fwd else "backward", casts)
-
-    def _adjust_history(self, state: Any, length: int) -> None:
-        """Another tensor in its place, cut off at its end or filled up with zeros there."""
-        more = length - len(state.amax_history)
-        if more > 0:
-            state.amax_history = F.pad(state.amax_history, (0, 0, 0, more))
-        elif more < 0:
-            state.amax_history = state.amax_history[:length].clone()
+        kind: Any = DelayedScalingRecipeState if recipe.delayed() else Float8CurrentScalingRecipeState
+        self.fp8_meta[direction] = kind(recipe, "forward" if fwd else "backward", casts)
 
     def init_fp8_meta_tensors(self, recipe: Any) -> None:
         self.set_meta_tensor(True, recipe)
@@ -50,17 +191,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_meta_tensors_initialized = True
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """In each forward; the tensors are made in the first."""
-        meta, recipe = self.fp8_meta, FP8GlobalStateManager.get_fp8_recipe()
-        self.fp8 = meta["fp8_checkpoint"] = FP8GlobalStateManager.is_fp8_enabled()
+        """Called in each forward; the first makes the tensors."""
+        meta, recipe = self.fp8_meta, FP8GlobalStateManager.FP8_RECIPE or DelayedScaling()
+        self.fp8 = meta["fp8_checkpoint"] = FP8GlobalStateManager.FP8_ENABLED
         if not self.fp8:
             self.fp8_initialized = False
             return
         if self.fp8_initialized and recipe == meta["recipe"]:
             return
         meta["recipe"], meta["num_gemms"] = recipe, num_gemms
-        meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
-        meta["fp8_max_fwd"], meta["fp8_max_bwd"] = recipe.fp8_format.value.max_fwd, recipe.fp8_format.value.max_bwd
+        meta["fp8_group"] = FP8GlobalStateManager.FP8_DISTRIBUTED_GROUP
         self.init_fp8_meta_tensors(recipe)
         self.fp8_initialized = True
 
@@ -85,7 +225,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         return _as_bytes({**state, "extra_fp8_variables": plain})
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        raise NotImplementedError("2.18 refuses pickles, unless NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE is set")
+        raise NotImplementedError("2.18 refuses pickles")
 
 
 def _as_bytes(state: Any) -> torch.Tensor:
@@ -196,7 +336,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """In full precision, as without ``fp8_dpa``; its three multiplications have scales all the same."""
+    """Attention in full precision, as without ``fp8_dpa``; its three multiplications have scales all the same."""
 
     def __init__(self, attention_dropout: float, get_rng_state_tracker: Any, **_more: Any) -> None:
         super().__init__()
@@ -215,7 +355,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 class BasicOperation(torch.nn.Module):
-    """Of those that can be fused; norms are such, too. Those here cast nothing."""
+    """An operation that can be fused, such as a norm; this one casts nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +383,7 @@ class LayerNorm(BasicOperation):
 
 
 class CudaRNGStatesTracker:
-    """Where torch has generators that are safe in CUDA graphs it keeps those, not their states."""
+    """Keeps generators that are safe in CUDA graphs, not their states."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Generator] = {}

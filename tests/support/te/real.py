@@ -1,4 +1,4 @@
-"""Python of Transformer Engine's own, out of a checkout, over ``kernels`` in the place of what it compiles.
+"""Python of Transformer Engine's own, out of a checkout, over torch in the place of what it compiles.
 
 What it imports beside is there in name alone: it must not be called.
 """
@@ -42,10 +42,10 @@ def load_optimizers(checkout: Path) -> None:
 
 
 def put_kernels(name: str) -> None:
-    """Those in torch under the name of the compiled ones."""
-    from tests.support.te import kernels
+    """Put kernels in torch under the name of the compiled ones."""
+    from tests.support.te import fused_adam
 
-    found = {each: value for each, value in vars(kernels).items() if each.startswith(("multi_tensor", "te_"))}
+    found = {each: value for each, value in vars(fused_adam).items() if each.startswith(("multi_tensor", "te_"))}
     te.put(name, found)
     sys.modules[name].__getattr__ = _anything  # type: ignore[method-assign]
 
@@ -91,7 +91,7 @@ def grouped_linear(checkout: Path) -> type:
 
 @contextlib.contextmanager
 def _aside(*packages: str) -> Iterator[None]:
-    """What is loaded of ``packages`` in it is so only in it."""
+    """Modules of ``packages`` that the block loads are unloaded after it."""
 
     def take() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in tops}

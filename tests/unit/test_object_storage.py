@@ -1,0 +1,109 @@
+"""What an object store refuses, by the status of its answer: texts of errors may say anything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from ftckpt.errors import StorageError
+from ftckpt.persist.objects import ObjectStorage
+
+pytest.importorskip("obstore")
+
+LISTING = (
+    b"""<?xml version="1.0"?><ListBucketResult><Name>b</Name><IsTruncated>false</IsTruncated></ListBucketResult>"""
+)
+
+
+class Store(BaseHTTPRequestHandler):
+    """Answers with ``status``, and as its clock says."""
+
+    status, shift_secs = 200, 0.0
+    refuses_conditions = False
+    failures = 0
+    """Requests that it is going to fail."""
+    objects: dict[str, bytes]
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        kind, name = type(self), self.path.partition("?")[0]
+        status, reply = kind.status, LISTING if "list-type" in self.path else b""
+        if kind.failures > 0:
+            kind.failures, status = kind.failures - 1, 500
+        if status == 200 and kind.refuses_conditions and self.headers.get("If-None-Match"):
+            status = 501
+        elif status == 200 and self.headers.get("If-None-Match") and name in kind.objects:
+            status = 412
+        elif status == 200 and self.command == "PUT":
+            kind.objects[name] = body
+        elif status == 200 and name.count("/") > 2 and name not in kind.objects:
+            status = 404
+        self.send_response_only(status)
+        self.send_header("Date", formatdate(time.time() + kind.shift_secs, usegmt=True))
+        self.send_header("Last-Modified", formatdate(usegmt=True))
+        self.send_header("ETag", '"x"')
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(reply)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def kind() -> type[Store]:
+    return type("ThisStore", (Store,), {"objects": {}})
+
+
+@pytest.fixture
+def url(kind: type[Store]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def opened(url: str) -> ObjectStorage:
+    return ObjectStorage(
+        "s3://b/status code: 403", endpoint=url, access_key_id="a", secret_access_key="b", region="us-east-1",
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "shift_secs", "lasting"),
+    [(401, 0, True), (403, 0, True), (404, 0, True), (403, 3600, False), (403, -3600, False), (500, 0, False)],
+)
+def test_a_bucket_that_refuses(status: int, shift_secs: int, lasting: bool, kind: type[Store], url: str) -> None:
+    kind.status, kind.shift_secs = status, shift_secs
+    with pytest.raises(StorageError) as caught:
+        opened(url)
+    assert caught.value.lasting == lasting
+    assert ("the clock" in str(caught.value)) == bool(shift_secs)
+
+
+def test_a_store_that_knows_no_conditions(kind: type[Store], url: str) -> None:
+    kind.refuses_conditions = True
+    storage = opened(url)
+    assert storage.create("k", b"one") and not storage.create("k", b"two")
+    assert list(kind.objects.values()) == [b"one"]
+
+
+def test_a_store_that_fails_may_know_conditions(kind: type[Store], url: str) -> None:
+    storage = opened(url)
+    kind.status = 500
+    with pytest.raises(StorageError) as caught:
+        storage.create("k", b"one")
+    kind.status = 200
+    assert not caught.value.lasting
+    kind.failures = 1  # the next request is answered, and is the one that makes it
+    assert storage.create("k", b"one") and not storage.create("k", b"two")

@@ -1,0 +1,88 @@
+"""Pages of slots: mapped without a wait, had from the kernel on the thread that copies, and on which NUMA node."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftckpt.capture import registration
+from ftckpt.capture.copier import HostCopier
+from ftckpt.capture.registration import nodes_of, touch
+from ftckpt.memory.mapping import Mapping, create_mapping, join_pages, open_mapping
+from tests.support.device_states import shared_slot
+from tests.support.fake_device import PAGE
+from tests.support.waiting import until
+
+NBYTES = 8 << 20
+
+
+def resident(path: Path) -> int:
+    """Bytes of the file that this process has page tables for."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def slot_of(mapping: Mapping) -> torch.Tensor:
+    return torch.frombuffer(mapping.data[:], dtype=torch.uint8)
+
+
+def test_a_large_file_is_mapped_without_touching_its_pages(arena_root: Path) -> None:
+    """A restart opens all arenas of a node; their pages would take seconds for each 100 GB."""
+    path = arena_root / "file"
+    with closing(create_mapping(path, NBYTES)):
+        assert path.stat().st_blocks * 512 >= NBYTES, "room is reserved"
+        assert resident(path) == 0
+        with closing(open_mapping(path, NBYTES, writable=True)):
+            assert resident(path) == 0
+
+
+def test_the_copier_has_the_pages_of_slots_before_the_first_copy(arena_root: Path) -> None:
+    path = arena_root / "file"
+    with closing(create_mapping(path, NBYTES)) as mapping, closing(HostCopier()) as copier:
+        mapping.data[5] = 7
+        copier.prepare([slot_of(mapping)])
+        until(lambda: resident(path) == NBYTES, "pages are mapped")
+        assert bytes(mapping.data[:8]) == b"\0\0\0\0\0\7\0\0", "bytes stay as they are"
+
+
+def test_joined_pages_keep_what_is_in_them(arena_root: Path) -> None:
+    path, nbytes = arena_root / "file", (6 << 20) + 5
+    mapped = create_mapping(path, nbytes)
+    data = bytearray(os.urandom(nbytes))
+    mapped.data[:] = data
+    with path.open("r+b") as file:
+        joined = join_pages(file.fileno(), 0, nbytes)
+        mapped.data[5 << 20] = data[5 << 20] = 255 - data[5 << 20]  # by pages that were mapped before
+        assert not join_pages(file.fileno(), 4096, nbytes - 4096), "no huge page begins there"
+        assert join_pages(file.fileno(), 0, nbytes) == joined
+    assert path.read_bytes() == bytes(mapped.data) == data
+    mapped.close()
+
+
+known = pytest.mark.skipif(
+    platform.machine() not in registration._MOVE_PAGES, reason="the number of the call is not known"
+)
+
+
+@known
+def test_the_nodes_of_pages_are_nodes_of_this_machine() -> None:
+    slot = shared_slot(100 * PAGE)
+    touch(slot, bool)
+    nodes = nodes_of(slot)
+    there = {int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*")} or {0}
+    assert nodes.total() == 100 and set(nodes) <= there
+
+
+def test_of_another_machine_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not nodes_of(shared_slot(PAGE)) and not nodes_of(shared_slot(PAGE)[:0])
