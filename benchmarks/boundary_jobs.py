@@ -136,7 +136,7 @@ def resume(rank: int, world_size: int, case: Case, settings: Mapping[str, Any]) 
     finally:
         Checkpointer.restore = restore  # type: ignore[method-assign]
     cpu, wall = meter.take()
-    assert checkpointer.whole is not None, "there was nothing to restore"
+    assert checkpointer.committed is not None, "there was nothing to restore"
     dist.barrier()
     checkpointer.close(remove=False)
     return {"cpu_ms": cpu, "wall_ms": wall}

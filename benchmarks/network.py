@@ -155,16 +155,16 @@ def _exchange(sock: socket.socket, nbytes: int) -> float:
 
 def smp(node_dir: str, described: str, host: str) -> None:
     """The SMP of one node, until its input ends; prints the bytes that it received."""
-    duties = TaskQueue(Path(node_dir), Seen())
-    server = Server({}, find=duties.service.find, events=Seen())
+    tasks = TaskQueue(Path(node_dir), Seen())
+    server = Server({}, find=tasks.service.find, events=Seen())
     server.listen(host, Trust(bytes.fromhex(SECRET)), PORT)
-    duties.configure(json.loads(Path(described).read_text()))
+    tasks.configure(json.loads(Path(described).read_text()))
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     while not over.is_set():
-        if not duties.step(time.monotonic() + 0.05):
+        if not tasks.step(time.monotonic() + 0.05):
             time.sleep(0.005)
-    print(json.dumps({"received_bytes": duties.status()["received_bytes"]}), flush=True)
+    print(json.dumps({"received_bytes": tasks.status()["received_bytes"]}), flush=True)
     os._exit(0)
 
 

@@ -22,4 +22,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ftckpt' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "Config":
+        import_module("ftckpt.frameworks.launcher")  # an invalid configuration ends the script as one line
     return getattr(import_module(_HOMES[name]), name)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-Hashes = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.uint64]
+Hashes = Words
 Integers = npt.NDArray[np.int64]
 Buffer = bytes | bytearray | memoryview

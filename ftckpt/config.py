@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,20 @@ def node_here(env: Mapping[str, str]) -> tuple[str, str]:
         if env.get(variable):
             return env[variable], variable
     return socket.gethostname(), "the host name (FTCKPT_NODE overrides it)"
+
+
+before_error: list[Callable[[], object]] = []
+"""Called before an invalid configuration is reported, to make the error end the script as one line."""
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        for prepare in before_error:
+            prepare()
+        raise
 
 
 @dataclass(frozen=True)
@@ -222,7 +237,19 @@ class Config:
         "", "local directory where each SMP writes metrics for a node exporter's textfile collector"
     )
 
+    def __new__(cls, *_values: Any, **settings: Any) -> Config:
+        known = [setting.name for setting in fields(cls)]
+        with _reported():
+            for name in settings:
+                if name not in known:
+                    raise ConfigError(f"unknown setting {name!r} of ftckpt; {closest(str(name), known)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        with _reported():
+            self._check_all()
+
+    def _check_all(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
             if setting.metadata["quantity"] is not None:  # a 0 needs no unit
@@ -279,17 +306,12 @@ class Config:
         errors for unknown names suggest the closest valid one."""
         if not isinstance(section, Mapping):
             raise ConfigError(f"settings of ftckpt: expected a mapping, got {type(section).__name__}")
-        known = [setting.name for setting in fields(cls)]
-        for name in section:
-            if name not in known:
-                raise ConfigError(f"unknown setting {name!r} of ftckpt; {closest(str(name), known)}")
         layouts = section.get("layouts")
         if isinstance(layouts, (list, tuple)) and all(isinstance(name, str) for name in layouts):
             section = {**section, "layouts": ",".join(layouts)}
         switches = [one.name for one in fields(cls) if one.metadata["choices"] == ("on", "off")]
         given = {name: "on" if section[name] else "off" for name in switches if isinstance(section.get(name), bool)}
-        section = {**section, **given}
-        return cls(**section)
+        return cls(**{str(name): value for name, value in {**section, **given}.items()})
 
     @classmethod
     def from_flags(cls, argv: Sequence[str]) -> tuple[Config, list[str]]:
@@ -299,32 +321,8 @@ class Config:
         flag, and for a missing or invalid value.
         """
         settings_are_written(SettingSyntax.FLAG)
-        settings: dict[str, Any] = {}
-        rest: list[str] = []
-        has_flags = any(argument.startswith("--ftckpt") for argument in argv)
-        arguments = iter(argv if has_flags else [*taken, *argv])
-        for argument in arguments:
-            flag, has_value, value = argument.partition("=")
-            if not flag.startswith("--ftckpt"):
-                rest.append(argument)
-                continue
-            setting = _flag_target(flag)
-            if setting.name in settings:
-                raise ConfigError(f"{flag}: given twice")
-            if kind_of(setting) is bool:
-                if has_value:
-                    raise ConfigError(f"{flag}: takes no value")
-                settings[setting.name] = True
-                continue
-            text = value if has_value else next(arguments, None)
-            # If a flag follows, the value is missing; ``--flag=--value`` can set such a value.
-            if text is None or (text.startswith("--") and not has_value):
-                raise ConfigError(f"{flag}: needs a value")
-            if not text and not setting.default:  # usually an unset variable of a shell script
-                raise ConfigError(f"{flag}: the value is empty; set one, or leave the flag out")
-            settings[setting.name] = convert(flag, text, setting)
-        if settings and not settings.get("enabled"):
-            raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags have no effect without it")
+        with _reported():
+            settings, rest = _parsed(argv)
         return cls.of_flags(settings), rest
 
     @classmethod
@@ -365,6 +363,37 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     given = Config.from_flags(())[0] if taken else Config()
     parser.set_defaults(**{flag_of(s.name)[2:].replace("-", "_"): getattr(given, s.name) for s in fields(given)})
     return parser
+
+
+def _parsed(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings in the flags of ``argv``, and all other arguments."""
+    settings: dict[str, Any] = {}
+    rest: list[str] = []
+    has_flags = any(argument.startswith("--ftckpt") for argument in argv)
+    arguments = iter(argv if has_flags else [*taken, *argv])
+    for argument in arguments:
+        flag, has_value, value = argument.partition("=")
+        if not flag.startswith("--ftckpt"):
+            rest.append(argument)
+            continue
+        setting = _flag_target(flag)
+        if setting.name in settings:
+            raise ConfigError(f"{flag}: given twice")
+        if kind_of(setting) is bool:
+            if has_value:
+                raise ConfigError(f"{flag}: takes no value")
+            settings[setting.name] = True
+            continue
+        text = value if has_value else next(arguments, None)
+        # If a flag follows, the value is missing; ``--flag=--value`` can set such a value.
+        if text is None or (text.startswith("--") and not has_value):
+            raise ConfigError(f"{flag}: needs a value")
+        if not text and not setting.default:  # usually an unset variable of a shell script
+            raise ConfigError(f"{flag}: the value is empty; set one, or leave the flag out")
+        settings[setting.name] = convert(flag, text, setting)
+    if settings and not settings.get("enabled"):
+        raise ConfigError("--ftckpt is missing: the other --ftckpt-* flags have no effect without it")
+    return settings, rest
 
 
 def _flag_target(flag: str) -> Field[Any]:

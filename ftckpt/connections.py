@@ -48,7 +48,7 @@ def connect(name: str, store: Store, rank: int, size: int, timeout_secs: float) 
     """
     options = _gloo._Options()
     options._devices = [_device(interface) for interface in _interfaces()]
-    options._threads = 2 * len(options._devices)
+    options._threads = 1  # collectives run in order, see ``Group``
     options._timeout = timedelta(seconds=timeout_secs)
     if not _IS_RECENT:
         # The group's timeout must outlast a stall, so missing ranks are detected here.

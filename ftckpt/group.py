@@ -22,12 +22,11 @@ from types import GenericAlias
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from ftckpt import forks
-from ftckpt.array_types import Buffer
+from ftckpt.array_types import Buffer, Integers
 from ftckpt.connections import OWN_DESCRIPTORS, SPARE_DESCRIPTORS, STALL_SECS, connect, is_lazy, make_room
 from ftckpt.errors import FtckptError, LaunchError, error_from_json, in_words
 from ftckpt.host_memory import host_memory
@@ -146,15 +145,13 @@ class Group:
 
     def _connect(self, name: str) -> None:
         self._given_up = ""
-        self._unfinished: list[dist.Work] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with a view of it
+        self._posted: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
+        """Collectives in order, each with its tensors, until a later one is complete."""
         make_room(OWN_DESCRIPTORS + (0 if is_lazy() else self.size), self._descriptors, self.rank)
         self._group = connect(name, job_store(), self.rank, self.size, self.timeout_secs)
-        self._spare: defaultdict[tuple[int, ...], list[CollectiveBuffer]] = defaultdict(
-            list
-        )  # by the shape of the values
-        self._reused: list[CollectiveBuffer] = []  # never released, so no torch thread has a tensor's last reference
-        self._kept: list[Any] = [self._group, self._tensors, self._reused]
+        # By the shape of the values.
+        self._spare: defaultdict[tuple[int, ...], list[CollectiveBuffer]] = defaultdict(list)
+        self._kept: list[Any] = [self._group, self._posted, self._spare]
         _immortal.append(self._kept)
 
     def close(self) -> None:
@@ -165,7 +162,7 @@ class Group:
         one would abort or hang this process.
         """
         self._given_up = self._given_up or f"rank {self.rank} has closed the group"
-        if not forks.has_forked and all(work.is_completed() for work in self._unfinished):
+        if not forks.has_forked and all(work.is_completed() for work, _ in self._posted):
             self._kept[0] = None  # the tensors stay
             del self._group
 
@@ -222,43 +219,39 @@ class Group:
         """Posts an element-wise MIN; returns the work, for ``finish``, and the buffer of the result."""
         posted = self._memory(len(values))
         posted.values[:] = values
-        return self._start(lambda: self._group.allreduce([posted.tensor], _MINIMUM)), posted
+        return self._post(lambda: self._group.allreduce([posted.tensor], _MINIMUM), posted.tensor), posted
 
-    def start_gather(self, values: npt.NDArray[np.int64]) -> tuple[dist.Work, CollectiveBuffer]:
+    def start_gather(self, values: Integers) -> tuple[dist.Work, CollectiveBuffer]:
         """Posts an all-gather of equally many values of all ranks; returns the work, for ``finish``, and the buffer
         of the result, with one row per rank."""
         posted = self._memory(self.size, len(values))
         posted.own.numpy()[:] = values
-        return self._start(lambda: self._group._allgather_base(posted.tensor, posted.own)), posted
+        post = lambda: self._group._allgather_base(posted.tensor, posted.own)  # noqa: E731
+        return self._post(post, posted.tensor, posted.own), posted
 
     def _memory(self, *shape: int) -> CollectiveBuffer:
         if spare := self._spare[shape]:
             return spare.pop()
         tensor = torch.empty(math.prod(shape), dtype=torch.int64, device="cpu")
         own = tensor if len(shape) == 1 else torch.empty(shape[1], dtype=torch.int64, device="cpu")
-        self._keep(tensor, *([own] if own is not tensor else []))
         return CollectiveBuffer(own, tensor, tensor.numpy().reshape(shape))
 
-    def _start(self, post: Callable[[], dist.Work]) -> dist.Work:
-        self._unfinished = [work for work in self._unfinished if not work.is_completed()]
+    def _post(self, post: Callable[[], dist.Work], *tensors: torch.Tensor) -> dist.Work:
+        """Posts a collective and keeps ``tensors`` alive until no torch thread references them.
+
+        A collective is complete shortly before its thread releases them. That thread must not release the last
+        reference, which needs the interpreter. gloo's only thread runs collectives in order: once one is complete, it
+        has released the tensors of all before it.
+        """
+        complete = [index for index, (work, _) in enumerate(self._posted) if work.is_completed()]
+        del self._posted[: max(complete, default=0)]
         work = self._try(post)
-        self._unfinished.append(work)
+        self._posted.append((work, tensors))
         return work
 
     def give_back(self, read: CollectiveBuffer) -> None:
         """Returns the buffer of a finished ``start_minimum`` or ``start_gather`` for reuse."""
         self._spare[read.values.shape].append(read)
-        if not any(read is one for one in self._reused):
-            self._reused.append(read)
-
-    def _keep(self, *tensors: torch.Tensor) -> None:
-        """Keeps ``tensors`` alive until no torch thread references them: a collective completes shortly before its
-        thread releases them, and gloo may write to them after the caller has returned."""
-        # Without other users the C++ reference count is 2: Python's object and the view's base. The view's reference
-        # makes sure that a thread does not release the last one besides Python's, which needs the interpreter.
-        self._tensors[:] = [(base, view) for base, view in self._tensors if base._use_count() > 2]  # type: ignore[attr-defined]
-        with torch.inference_mode(False):  # in inference mode, views have no base
-            self._tensors.extend((tensor, tensor.view(-1)) for tensor in tensors)
 
     @staticmethod
     def is_complete(works: Iterable[dist.Work]) -> bool:
@@ -286,8 +279,7 @@ class Group:
             look_secs = min(2 * look_secs, self._longest_look_secs)
 
     def _run(self, post: Callable[[], dist.Work], timeout_secs: float, *tensors: torch.Tensor) -> None:
-        self._keep(*tensors)
-        if not self.finish(self._try(post), timeout_secs):
+        if not self.finish(self._post(post, *tensors), timeout_secs):
             self._give_up(f"other ranks did not join the collective within {timeout_secs:g} s")
             raise RuntimeError(self._given_up)
 
@@ -326,7 +318,7 @@ class CollectiveBuffer(NamedTuple):
 
     own: torch.Tensor
     tensor: torch.Tensor
-    values: npt.NDArray[np.int64]
+    values: Integers
 
 
 class Message:

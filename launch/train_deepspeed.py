@@ -51,10 +51,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     training = parser.add_argument_group("training")
     training.add_argument("--iterations", type=int, default=20)
     training.add_argument("--optimizer", choices=("json", "sgd"), default="json", help="sgd: one of the script's own")
-    training.add_argument(
-        "--data", choices=("own", "iterator", "engine"), default="own",
-        help="whose position it is: a registered object's, an iterator's that the script makes, DeepSpeed's loader's",
-    )  # fmt: skip
+    text = "whose position it is: a registered object's, an iterator's that the script makes, DeepSpeed's loader's"
+    training.add_argument("--data", choices=("own", "iterator", "engine"), default="own", help=text)
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument("--load", type=Path, help="folder of DeepSpeed's own checkpoints")
     training.add_argument("--load-tag", help="checkpoint to load; default: the newest")

@@ -72,6 +72,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     model.add_argument("--router-bias", action="store_true", help="balance experts by a bias, not by a loss")
     model.add_argument("--dropout", type=float, default=0.1)
     model.add_argument("--seq", type=int, default=64)
+    add_training_options(parser)
+    args = parser.parse_args(argv)
+    args.ffn = args.ffn or 4 * args.hidden
+    args.kv_groups = args.kv_groups or args.heads
+    return args
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch", type=int, default=2)
     training.add_argument("--global-batch", type=int, default=16)
@@ -94,10 +102,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     output.add_argument(
         "--digest-until", type=int, help="after this iteration only of what is restored; default: all"
     )
-    args = parser.parse_args(argv)
-    args.ffn = args.ffn or 4 * args.hidden
-    args.kv_groups = args.kv_groups or args.heads
-    return args
 
 
 @dataclass
@@ -157,17 +161,6 @@ def build(args: argparse.Namespace) -> Job:
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    experts: dict[str, Any] = {}
-    if args.num_experts:
-        experts = {
-            "num_moe_experts": args.num_experts,
-            "expert_model_parallel_size": args.ep,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_load_balancing_type": "none" if args.router_bias else "aux_loss",
-            "moe_aux_loss_coeff": 0.0 if args.router_bias else 0.01,
-            "moe_router_enable_expert_bias": args.router_bias,
-            "moe_router_score_function": "sigmoid" if args.router_bias else "softmax",
-        }
     return TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.hidden,
@@ -196,8 +189,20 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **experts,
+        **(expert_settings(args) if args.num_experts else {}),
     )
+
+
+def expert_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "num_moe_experts": args.num_experts,
+        "expert_model_parallel_size": args.ep,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none" if args.router_bias else "aux_loss",
+        "moe_aux_loss_coeff": 0.0 if args.router_bias else 0.01,
+        "moe_router_enable_expert_bias": args.router_bias,
+        "moe_router_score_function": "sigmoid" if args.router_bias else "softmax",
+    }
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -370,7 +375,7 @@ def make_digester(job: Job) -> Any:
     from ftckpt.megatron.state import MegatronState
 
     try:
-        from tests.support.digest import Digester
+        from tests.support.elements import Digester
     except ModuleNotFoundError:
         raise SystemExit("--log-digest: only a checkout of ftckpt can make it") from None
 
@@ -379,7 +384,7 @@ def make_digester(job: Job) -> Any:
 
 
 def log_digest(job: Job, restored: bool = False) -> None:
-    """Of weights, masters and moments as all ranks together hold them."""
+    """Logs a digest of the weights, masters and moments of all ranks."""
     until = job.args.digest_until
     if job.digester is not None and (restored or until is None or job.iteration <= until):
         line = {"iteration": job.iteration, "restored": restored, "digest": job.digester()}

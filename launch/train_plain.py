@@ -57,10 +57,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adamw")
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--seed", type=int, default=1234)
-    training.add_argument(
-        "--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed",
-        help="mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss",
-    )  # fmt: skip
+    text = "mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss"
+    training.add_argument("--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed", help=text)
     training.add_argument("--loss-scale", type=float, default=2.0**16, help="where fp16 starts")
     output = parser.add_argument_group("output")
     output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
@@ -131,7 +129,7 @@ class Job:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What a restart must bring back beside model, optimizer and scheduler."""
+        """Objects that a restart must restore, besides model, optimizer and scheduler."""
         return {"data": self.data, "progress": self.progress, "scaler": self.scaler}
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: where scripts lie, and a job that must leave nothing behind."""
+"""Fixtures of all tests: the path of scripts, and a job that must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def arena_root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def module_root() -> Iterator[Path]:
-    """One that the tests of a module share."""
+    """A directory on a tmpfs that the tests of a module share."""
     with in_memory() as root:
         yield root
 
@@ -72,11 +72,14 @@ def settings(arena_root: Path, tmp_path: Path) -> dict[str, object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With -v (pyproject.toml has -q), what passed of conformance."""
+    """With -v (pyproject.toml has -q), what passed of conformance, a row for each configuration."""
     table: dict[str, dict[str, str]] = {}
-    for case, outcome in _cases(terminalreporter, "::test_conformance[").items():
-        row, _, check = case.rpartition("-")
-        table.setdefault(row, {})[check] = outcome
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            _, _, case = report.nodeid.partition("::test_conformance[")
+            if case:
+                row, _, check = case.removesuffix("]").rpartition("-")
+                table.setdefault(row, {})[check] = outcome
     if not table or terminalreporter.verbosity < 0:
         return
     checks = list(dict.fromkeys(check for row in table.values() for check in row))
@@ -85,14 +88,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, row in table.items():
         cells = (row.get(check, "").ljust(len(check)) for check in checks)
         terminalreporter.write_line(name.ljust(24) + "  ".join(cells))
-
-
-def _cases(terminalreporter: pytest.TerminalReporter, test: str) -> dict[str, str]:
-    """The outcome of each case of one test."""
-    found: dict[str, str] = {}
-    for outcome in ("passed", "failed", "error"):
-        for report in terminalreporter.stats.get(outcome, []):
-            _, _, case = report.nodeid.partition(test)
-            if case:
-                found[case.removesuffix("]")] = outcome
-    return found

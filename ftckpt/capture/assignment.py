@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from ftckpt.capture.chunks import CopyPart
-from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, burden, lay_out
+from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, SlotParts, burden, lay_out
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment
@@ -67,8 +67,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
 ) -> Assignment:
     """Agrees with all ranks on the copies of each rank. Collective; reads derived pieces and replicated state.
 
-    Each rank sends one message, one more if ``sharing`` is None, and further ones if an assumption does not hold:
-    a piece is not derived, or replicas differ.
+    Each rank sends one message, another if ``sharing`` is None, and more if replicas or derived pieces differ.
 
     Args:
         capacities: bytes that each rank can copy in its windows; equal on all ranks. None: equal shares.
@@ -81,6 +80,41 @@ def assign(  # noqa: PLR0917 - the last ones are optional
         ConfigError: not one capacity, or not one node, per rank.
         CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
     """
+    found = _compare(group, described, capacities, redundancy, sharing, cast)
+    sets, weights = found.sets, None if capacities is None else bounded_capacities(capacities)
+    # Without capacities shares are equal, regardless of each rank's redundancy.
+    shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
+    fragments = [piece.fragment for piece in found.stepped]
+    plan = SharePlan(shares.cuts, [member.shard for member in topology.members], chunk_bytes, redundancy)
+    slot_parts = lay_out(fragments, sets, group.rank, plan)
+    volatile = _volatile_parts(described.volatile, len(fragments), topology.me.shard)
+    sizes = objects_bytes, chunk_bytes, int(weights[group.rank]) if weights is not None and shares.weighted else 0
+    manifest = _manifest(topology, described, found, slot_parts, volatile, sizes)
+    return Assignment(
+        manifest, (*found.stepped, *described.volatile), (*slot_parts.parts, *volatile), found.derived,
+        _differing(fragments, sets) if found.replicated else {}, _total(manifest.stepped), shares.spill, found.belief,
+    )  # fmt: skip
+
+
+class _Compared(NamedTuple):
+    """This rank's pieces that are copied and derived, and their replica sets."""
+
+    stepped: list[Piece]
+    derived: tuple[Piece, ...]
+    sets: ReplicaSets
+    replicated: bool
+    belief: ReplicaAssumption
+
+
+def _compare(  # noqa: PLR0917 - those of ``assign``
+    group: Group,
+    described: Description,
+    capacities: Sequence[int] | None,
+    redundancy: Redundancy,
+    sharing: ReplicaMap | None,
+    cast: Collection[str],
+) -> _Compared:
+    """Compares pieces with their masters and replicas with each other. Collective; see ``assign``."""
     if sharing is None:
         sharing = gather_sharing(group, described)
     stepped, derived = _divided(described, ())
@@ -95,25 +129,38 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     held = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     replicated = all(view.replicated for view in views)
     sets = without_small(held) if replicated else each_its_own(held)
-    weights = None if capacities is None else bounded_capacities(capacities)
-    # Without capacities shares are equal, regardless of each rank's redundancy.
-    shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
-    fragments = [piece.fragment for piece in stepped]
-    plan = SharePlan(shares.cuts, [member.shard for member in topology.members], chunk_bytes, redundancy)
-    slot_parts = lay_out(fragments, sets, group.rank, plan)
-    volatile = _volatile_parts(described.volatile, len(stepped), topology.me.shard)
-    manifest = Manifest(
-        coords=topology.me.coords, layout=topology.layout, objects_bytes=objects_bytes, chunk_bytes=chunk_bytes,
-        stepped=_fragments(slot_parts.parts), volatile=_fragments(volatile), sections=slot_parts.sections,
-        padded=_padded(described, stepped, slot_parts.parts), derived=_dtypes(derived),
-        capacity=int(weights[group.rank]) if weights is not None and shares.weighted else 0,
-    )  # fmt: skip
-    pieces, parts = (*stepped, *described.volatile), (*slot_parts.parts, *volatile)
-    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if replicated and group == DIFFERING)
-    differing = {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
-    compared = [one.to_compare for one in views]
+    compared = [(view.derived_bytes, view.num_pieces) for view in views]
     belief = ReplicaAssumption(held if replicated else None, look.held, derived, compared, broken)
-    return Assignment(manifest, pieces, parts, derived, differing, _total(manifest.stepped), shares.spill, belief)
+    return _Compared(stepped, derived, sets, replicated, belief)
+
+
+def _manifest(  # noqa: PLR0917 - the parts of a manifest
+    topology: Topology,
+    described: Description,
+    found: _Compared,
+    slot_parts: SlotParts,
+    volatile: Sequence[CopyPart],
+    sizes: tuple[int, int, int],
+) -> Manifest:
+    objects_bytes, chunk_bytes, capacity = sizes
+    return Manifest(
+        coords=topology.me.coords,
+        layout=topology.layout,
+        stepped=_fragments(slot_parts.parts),
+        volatile=_fragments(volatile),
+        sections=slot_parts.sections,
+        padded=_padded(described, found.stepped, slot_parts.parts),
+        derived=tuple(sorted({piece.fragment.dtype for piece in found.derived})),
+        objects_bytes=objects_bytes,
+        chunk_bytes=chunk_bytes,
+        capacity=capacity,
+    )
+
+
+def _differing(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[str, tuple[int, ...]]:
+    """Fragments whose replicas differ, with the ranks in the minority."""
+    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if group == DIFFERING)
+    return {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
@@ -131,12 +178,12 @@ def _volatile_parts(volatile: Sequence[Piece], first: int, shard: str) -> tuple[
     return tuple(CopyPart(first + offset, 0, fragment) for offset, fragment in enumerate(private))
 
 
-def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
-    return tuple(part.fragment for part in parts)
-
-
 def _total(fragments: Iterable[Fragment]) -> int:
     return sum(fragment.nbytes for fragment in fragments)
+
+
+def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
+    return tuple(part.fragment for part in parts)
 
 
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
@@ -146,10 +193,6 @@ def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[Co
     copied = {stepped[part.piece].fragment.key for part in parts if part.piece >= 0}
     copied |= {piece.fragment.key for piece in described.volatile}
     return tuple(sorted(described.padded & copied))
-
-
-def _dtypes(pieces: Iterable[Piece]) -> tuple[str, ...]:
-    return tuple(sorted({piece.fragment.dtype for piece in pieces}))
 
 
 def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> None:
@@ -175,10 +218,6 @@ class _View(NamedTuple):
     num_pieces: int
     replicated: bool
     summary: bytes
-
-    @property
-    def to_compare(self) -> tuple[int, int]:
-        return self.derived_bytes, self.num_pieces
 
     @classmethod
     def of(

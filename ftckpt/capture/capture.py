@@ -6,9 +6,9 @@ import atexit
 import math
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +30,24 @@ _SEAL_SECS = 10.0
 """Maximum time for which ``stop`` waits for the seal of a snapshot whose copies are submitted."""
 
 
+@dataclass
+class _Taken:
+    """The snapshot that was started last.
+
+    A copier thread that seals it reads ``is_fenced`` and, if that is True, ``torn``: the fence stores ``torn`` first.
+    """
+
+    slot: int
+    snapshot: SnapshotId
+    counts: Counts
+    flight: Flight
+    is_fenced: bool = False
+    fenced_secs: float = math.inf
+    torn: str | None = None
+    """The error text if optimizer-updated state was written before the fence; set by the fence."""
+    is_dropped: bool = False
+
+
 class Capture:
     """Copies one rank's parts into the slots of its arena, one snapshot at a time.
 
@@ -47,11 +65,7 @@ class Capture:
         windows: Windows | None = None,
     ) -> None:
         self.arena = arena
-        self._parts = parts
         self._tensors = [piece.tensor for piece in pieces]
-        self._counts: Counts = array("q")
-        self._fenced, self._fenced_secs = False, math.inf
-        self._found: str | None = None  # the fence's result of ``_torn``
         copies = chunk_copies(arena.image, parts)
         self._stepped = copies[: arena.image.num_stepped_chunks]
         self._volatile = copies[arena.image.num_stepped_chunks :]
@@ -69,8 +83,7 @@ class Capture:
         self._slots: dict[int, torch.Tensor] = {}
         # A cache of the slots' records: only this process writes them, and reading them at each boundary is slow.
         self._held: dict[int, SnapshotId | None] = {}
-        self._flight: Flight | None = None
-        self._flying: tuple[int, SnapshotId] | None = None
+        self._taken: _Taken | None = None
         _open.add(self)
         try:
             self.use_slots(slot for slot in range(arena.control.slots) if arena.slot_error(slot) is None)
@@ -90,12 +103,12 @@ class Capture:
     @property
     def flight(self) -> Flight | None:
         """The copies of the last snapshot that was started."""
-        return self._flight
+        return self._taken.flight if self._taken is not None else None
 
     @property
     def busy(self) -> bool:
         """Whether copies of the last snapshot still run, so that no new one can start."""
-        return self._flight is not None and not self._flight.ended
+        return self._taken is not None and not self._taken.flight.ended
 
     def at_boundary(self) -> None:
         """Must be called at every step boundary, whether a snapshot is due or not."""
@@ -119,13 +132,13 @@ class Capture:
     @property
     def flying(self) -> bool:
         """Whether the last snapshot's copies run and it can still be sealed."""
-        return self.busy and self._flying is not None
+        return self._taken is not None and not self._taken.flight.ended and not self._taken.is_dropped
 
     @property
     def sealed(self) -> bool:
         """Whether the last snapshot that was started is sealed."""
-        flight = self._flight
-        return self._flying is not None and flight is not None and flight.ended and flight.error is None
+        taken = self._taken
+        return taken is not None and not taken.is_dropped and taken.flight.ended and taken.flight.error is None
 
     @property
     def in_graph(self) -> bool:
@@ -166,10 +179,9 @@ class Capture:
         Mutable state and objects are copied now, optimizer-updated state in the background.
 
         Args:
-            keep: snapshots whose slots are not touched.
-            base: the boundary's moment.
+            keep: snapshots whose slots are not touched; ``base``: the boundary's moment.
             kept: source of objects and mutable state; None: the live state.
-            slots: the result of ``writable`` at this boundary, if the caller has it.
+            slots: the result of ``writable`` at this boundary, if known.
 
         Raises:
             CaptureError: no slot is free, copies of the previous snapshot run, or the objects do not fit.
@@ -179,24 +191,18 @@ class Capture:
         if self.busy:
             raise CaptureError("the copies of the previous snapshot have not ended")
         encoded, room = self._encoded(state_objects, kept), self.arena.image.objects
-        writable = self.writable(keep) if slots is None else slots
-        if not writable:
+        if not (writable := self.writable(keep) if slots is None else slots):
             raise CaptureError("no free slot: every slot holds a snapshot that is still needed")
         slot, control = writable[0], self.arena.control
-        self._held[slot] = None
+        self._held[slot] = self._taken = None
         control.begin(slot)  # before the first byte: a kill from here on must not leave the old snapshot sealed
         # An error below leaves the slot in state WRITING, which is free: the next ``begin`` uses it again.
-        self._flight, self._flying = None, (slot, snapshot)
         self.arena.slot(slot)[room.begin : room.begin + len(encoded)] = encoded
         # Of the encoded bytes, not of the slot's: verification then detects a faulty copy.
         control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-        # Mutable state is copied at this instant.
         sources = self._tensors if kept is None else kept.in_place_of(self._tensors)
         self._copier.take(sources, self._volatile, self._slots[slot])
-        # Before the first copy starts: a later write may reach some copied bytes and not others.
-        self._counts, self._fenced, self._found = self._writes.read(), False, None
-        self._fenced_secs = math.inf
-        self._flight = self._start(slot, snapshot, base)
+        self._start(slot, snapshot, base)
         return slot
 
     def fence(self, timeout_secs: float) -> float:
@@ -205,19 +211,20 @@ class Capture:
         Raises:
             CaptureError: the snapshot was dropped; its slot is invalidated.
         """
-        if self._flight is None or self._flying is None:
+        taken = self._taken
+        if taken is None or taken.is_dropped:
             return 0.0
-        flight = self._flight
+        flight = taken.flight
         # An ended flight reads nothing more and has checked for torn writes itself: later writes cannot reach it.
         if flight.ended and flight.error is None:
-            self._fenced = True
+            taken.is_fenced = True
             return 0.0
         begin = time.perf_counter()
-        torn = None if flight.ended else self._torn()
-        # After ``_torn``: writes that torch counts from here on are the optimizer's own. ``_found`` is stored before
-        # ``_fenced``: a copier thread that seals concurrently uses the result as soon as it sees ``_fenced``.
-        self._found = torn
-        self._fenced, self._fenced_secs = True, min(self._fenced_secs, time.monotonic())
+        torn = None if flight.ended else self._torn(taken)
+        # After ``_torn``: writes that torch counts from here on are the optimizer's own. ``torn`` is stored before
+        # ``is_fenced``: a copier thread that seals concurrently uses the result as soon as it sees ``is_fenced``.
+        taken.torn = torn
+        taken.is_fenced, taken.fenced_secs = True, min(taken.fenced_secs, time.monotonic())
         if torn is not None and not flight.ended:
             self._drop(torn)
         safe = self._copier.fence(flight, timeout_secs)
@@ -237,11 +244,12 @@ class Capture:
         Raises:
             CaptureError: the snapshot was dropped.
         """
-        if self._flight is None or self._flying is None or not self._fenced:
+        taken = self._taken
+        if taken is None or taken.is_dropped or not taken.is_fenced:
             return
-        if self._flight.wait(wait_secs):
+        if taken.flight.wait(wait_secs):
             self.settle(0.0)
-        elif time.monotonic() - self._fenced_secs > timeout_secs:
+        elif time.monotonic() - taken.fenced_secs > timeout_secs:
             self._drop(f"copies not complete {timeout_secs} s after the fence")
 
     def settle(self, timeout_secs: float) -> None:
@@ -250,14 +258,15 @@ class Capture:
         Raises:
             CaptureError: the snapshot was dropped.
         """
-        if self._flight is None or self._flying is None:
+        if self._taken is None or self._taken.is_dropped:
             return
-        self._flight.hurry.set()  # the caller blocks until then
+        flight = self._taken.flight
+        flight.hurry.set()  # the caller blocks until then
         # The fence returned when all copies were submitted; a slot is sealed only when they have completed.
-        if not self._flight.ended and not self._flight.wait(timeout_secs):
+        if not flight.ended and not flight.wait(timeout_secs):
             self._drop(f"copies not complete after {timeout_secs} s")
-        elif self._flight.error is not None:
-            self._drop(f"copy failed: {self._flight.error!r}")
+        elif flight.error is not None:
+            self._drop(f"copy failed: {flight.error!r}")
 
     def forget(self, iteration: int) -> None:
         """Invalidates all snapshots of ``iteration`` and later, after training rolled back to before it."""
@@ -278,13 +287,14 @@ class Capture:
         The current snapshot is dropped unless all of its copies are submitted, as they are after the fence.
         """
         # The last snapshot of a job is worth the wait.
-        if self._flight is not None and self._flight.submitted.is_set():
-            self._flight.wait(_SEAL_SECS)
+        taken = self._taken
+        if taken is not None and taken.flight.submitted.is_set():
+            taken.flight.wait(_SEAL_SECS)
         # Cancelled first: the copier would otherwise copy to the end of the flight before it stops.
-        if self._flight is not None and self._flight.cancel() and self._flying is not None:
-            self._void(self._flying[0])
+        if taken is not None and taken.flight.cancel() and not taken.is_dropped:
+            self._void(taken.slot)
         self._copier.stop()
-        self._flight = None
+        self._taken = None
         self._tensors = []
         self._writes.forget()
 
@@ -304,38 +314,40 @@ class Capture:
             )
         return encoded
 
-    def _torn(self) -> str | None:
+    def _torn(self, taken: _Taken) -> str | None:
         """An error text if optimizer-updated state was written before the fence: a copy may be torn."""
-        if self._fenced:  # the fence's result is final
-            return self._found
-        key = self._writes.written(self._counts)
-        if self._fenced:  # again: the fence passed meanwhile, so ``key`` may be the optimizer's own write
-            return self._found
+        if taken.is_fenced:  # the fence's result is final
+            return taken.torn
+        key = self._writes.written(taken.counts)
+        if taken.is_fenced:  # again: the fence passed meanwhile, so ``key`` may be the optimizer's own write
+            return taken.torn
         if not key:
             return None
         return f"{key} was written before the fence; call fence() of the checkpointer before the script writes to it"
 
     def _drop(self, cause: str) -> None:
         """Invalidates the current snapshot and raises, unless a copier thread has sealed it concurrently."""
-        if self._flight is None or self._flying is None or not self._flight.cancel():
+        taken = self._taken
+        if taken is None or taken.is_dropped or not taken.flight.cancel():
             return
-        (slot, snapshot), self._flying = self._flying, None
-        self._void(slot)
-        raise CaptureError(f"snapshot of iteration {snapshot.iteration} dropped: {cause}")
+        taken.is_dropped = True
+        self._void(taken.slot)
+        raise CaptureError(f"snapshot of iteration {taken.snapshot.iteration} dropped: {cause}")
 
-    def _start(self, slot: int, snapshot: SnapshotId, base: Moment) -> Flight:
-        arrived = lambda: self._seal(slot, snapshot)  # noqa: E731
-        flight = Flight(self._stepped, self._slots[slot], arrived, base, taken=self._volatile)
+    def _start(self, slot: int, snapshot: SnapshotId, base: Moment) -> None:
+        flight = Flight(self._stepped, self._slots[slot], lambda: self._seal(taken), base, taken=self._volatile)
+        # Before the first copy starts: a later write may reach some copied bytes and not others.
+        taken = _Taken(slot, snapshot, self._writes.read(), flight)
         self._copier.start(self._tensors, flight, self._windows)
-        return flight
+        self._taken = taken
 
-    def _seal(self, slot: int, snapshot: SnapshotId) -> None:
+    def _seal(self, taken: _Taken) -> None:
         """Seals the slot; called by a copier thread when all bytes are in it."""
-        torn = self._torn()
+        torn = self._torn(taken)
         if torn is not None:
             raise CaptureError(torn)
-        self.arena.control.seal(slot, snapshot, hashed=False)
-        self._held[slot] = snapshot
+        self.arena.control.seal(taken.slot, taken.snapshot, hashed=False)
+        self._held[taken.slot] = taken.snapshot
 
     def _void(self, slot: int) -> None:
         self.arena.control.void(slot)

@@ -14,7 +14,7 @@ import torch
 
 from ftckpt.capture.affinity import pin
 from ftckpt.capture.chunks import ChunkCopy, combine, xor_parts
-from ftckpt.capture.registration import touch
+from ftckpt.capture.registration import Slot, touch
 from ftckpt.errors import CaptureError
 from ftckpt.host_memory import host_memory
 from ftckpt.idle_cores import has_idle_core
@@ -105,9 +105,6 @@ class Worker:
                 job()
                 del job  # releases what it references, such as a slot's memory
 
-
-Slot = torch.Tensor
-"""A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
 _XOR_BYTES = 1 << 20
 """Bytes per step of an XOR in host memory: they fit into a core's cache."""

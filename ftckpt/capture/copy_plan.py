@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from ftckpt.array_types import Words
 from ftckpt.capture.chunks import ChunkCopy, Segment, divided
 from ftckpt.capture.copier import by_home, copy_together
 from ftckpt.capture.driver import Call, device_buffer
@@ -25,8 +25,6 @@ CALL_COPIES, CALL_BYTES = 128, 256 << 20
 blocks, the training thread included. Training's own copies wait for the bytes of a call."""
 _SMALL_BYTES, _MOST_SMALL_BYTES = 64 << 10, 32 << 20
 """Tensors below the first size are gathered, up to the second in total."""
-
-Addresses = npt.NDArray[np.uint64]
 
 
 class _Entry(NamedTuple):
@@ -69,7 +67,7 @@ class CopyPlan:
                 storage = 0 if gathers else source.untyped_storage().data_ptr()
                 entry = _Entry(address, segment.offset, segment.nbytes, gathers, storage)
                 if before is not None and _continues(before, entry):
-                    entries[-1] = before._replace(nbytes=entry.offset + entry.nbytes - before.offset)
+                    entries[-1] = _Entry(*before[:2], entry.offset + entry.nbytes - before.offset, *before[3:])
                 else:
                     entries.append(entry)
             firsts.append(len(entries))
@@ -80,7 +78,7 @@ class CopyPlan:
         self._nbytes = np.array([one.nbytes for one in entries], np.uint64)
         self._firsts = firsts
         self._stops = _stops(firsts, self._nbytes)
-        self._targets: dict[int, Addresses] = {}
+        self._targets: dict[int, Words] = {}
         live = [tensors[one.piece].detach()[one.start : one.start + one.numel].view(torch.uint8) for one in small]
         self._gathered = [buffer[at : at + one.nbytes] for at, one in zip(places, small, strict=True)], live
         self._kept = [tensor.detach() for tensor in tensors]
@@ -139,7 +137,7 @@ def _continues(before: _Entry, entry: _Entry) -> bool:
     return is_next and is_same and before.offset // PIECE_BYTES == entry.offset // PIECE_BYTES
 
 
-def _stops(firsts: Sequence[int], sizes: Addresses) -> list[int]:
+def _stops(firsts: Sequence[int], sizes: Words) -> list[int]:
     """For each chunk, the end (exclusive) of the consecutive planned chunks that one call may copy from it on, at
     least one even beyond the limits; for a chunk that is not planned, its own index."""
     ends = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]

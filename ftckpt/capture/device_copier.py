@@ -37,7 +37,6 @@ from ftckpt.capture.copier import (
     Cores,
     Flight,
     HostCopier,
-    Slot,
     TellCopying,
     Worker,
     by_home,
@@ -47,7 +46,7 @@ from ftckpt.capture.copier import (
 )
 from ftckpt.capture.copy_plan import CopyPlan
 from ftckpt.capture.driver import Call, batch_copy, device_buffer, on_device, separate_stream
-from ftckpt.capture.registration import PIECE_BYTES, FarPages, Registrar
+from ftckpt.capture.registration import PIECE_BYTES, FarPages, Registrar, Slot
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
@@ -99,9 +98,7 @@ class DeviceCopier:
         self._finisher = Worker("ftckpt-finish", cores, yields=True, context=context)
         self._plan: CopyPlan | None = None
         self._flight: Flight | None = None
-        self._num_boundaries = 0
-        self._bounded_at, self._iteration_secs = time.monotonic(), 0.0
-        self._settled_at = math.inf
+        self._boundaries = _Boundaries()
         self._device_bytes = 0
         self._volatile = VolatileMemory(self._device)
         self._staging: torch.Tensor | None = None
@@ -117,11 +114,7 @@ class DeviceCopier:
 
     def at_boundary(self) -> None:
         """Starts pinning at the boundary at which training has settled."""
-        now = time.monotonic()
-        self._bounded_at, self._iteration_secs = now, now - self._bounded_at
-        self._num_boundaries += 1
-        if self._num_boundaries == _SETTLED_AFTER:
-            self._settled_at = now
+        if self._boundaries.count():
             self._registrar.begin()
 
     def is_prepared(self, slot: Slot) -> bool:
@@ -131,8 +124,8 @@ class DeviceCopier:
     @property
     def takes_fresh_slots(self) -> bool:
         staged_secs = self._device_bytes / _STAGED_BYTES_PER_SEC
-        is_cheap = staged_secs <= max(_MOST_STAGED_SECS, _MOST_STAGED_SHARE * self._iteration_secs)
-        return is_cheap or time.monotonic() > self._settled_at + _PINNED_WITHIN_SECS
+        is_cheap = staged_secs <= max(_MOST_STAGED_SECS, _MOST_STAGED_SHARE * self._boundaries.iteration_secs)
+        return is_cheap or time.monotonic() > self._boundaries.settled_at + _PINNED_WITHIN_SECS
 
     def pin_now(self, timeout_secs: float) -> bool:
         """Pins the slots without waiting for training to settle; returns whether it finished in time."""
@@ -440,6 +433,24 @@ class DeviceCopier:
 
     def _sleep_until_done(self, stream: torch.cuda.Stream) -> None:
         self._event_behind(stream).synchronize()
+
+
+class _Boundaries:
+    """The step boundaries so far: the last iteration's time, and when training has settled."""
+
+    def __init__(self) -> None:
+        self._number, self._last_at = 0, time.monotonic()
+        self.iteration_secs, self.settled_at = 0.0, math.inf
+
+    def count(self) -> bool:
+        """Counts a boundary; returns whether training has settled at this one."""
+        now = time.monotonic()
+        self._last_at, self.iteration_secs = now, now - self._last_at
+        self._number += 1
+        if self._number != _SETTLED_AFTER:
+            return False
+        self.settled_at = now
+        return True
 
 
 class _UnderWay:

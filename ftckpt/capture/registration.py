@@ -37,6 +37,7 @@ _JOIN_SECS, _JOIN_BYTES_PER_SEC = 10.0, 1 << 30
 reported pinning rates."""
 
 Slot = torch.Tensor
+"""A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
 FarPages = Callable[[int, Mapping[int, int]], None]
 """Called for a slot on a remote NUMA node: the device's node, and the number of sampled pages per node."""
@@ -208,7 +209,7 @@ def nodes_of(slot: torch.Tensor) -> Counter[int]:
 
 
 @lru_cache(maxsize=1)
-def _system_call() -> ctypes._NamedFuncPointer:
+def _system_call() -> Callable[..., int]:
     call = ctypes.CDLL(None).syscall
     call.restype = ctypes.c_long
     return call

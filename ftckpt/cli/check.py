@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ftckpt.cli.check_host import arena_problem, look_at_host
+from ftckpt.cli.check_host import arena_problem, host_checks
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.cli.options import add_arena, add_node_memory, size_of
 from ftckpt.errors import ConfigError, FtckptError, in_words
@@ -34,10 +34,8 @@ def add_check(commands: Any) -> None:
     )
     add_arena(parser)
     add_node_memory(parser, "memory that a node needs, from ftckpt plan, such as 400GiB; fails if it has less")
-    parser.add_argument(
-        "--size", type=size_of("--size", "1MiB"), default="256MiB", metavar="SIZE",
-        help="state to copy from a device (default: %(default)s)",
-    )  # fmt: skip
+    size, text = size_of("--size", "1MiB"), "state to copy from a device (default: %(default)s)"
+    parser.add_argument("--size", type=size, default="256MiB", metavar="SIZE", help=text)
     for area in _AREAS:
         what = f"check the {area} (default: all; these options combine)"
         parser.add_argument(f"--{area}", action="append_const", const=area, dest="only", help=what)
@@ -57,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         site = _site(arguments)
     except RuntimeError as error:
-        _tell(found, _lost(error))
+        _report(found, _group_lost(error))
     else:
-        _find(arguments, site, found)
+        _run_checks(arguments, site, found)
     everything = {rank: found} if site is None else site.collect(found)
     try:
         if site is None or rank == 0:
@@ -81,27 +79,27 @@ def _site(arguments: argparse.Namespace) -> Any:
     return LaunchedRanks(arguments.smp_listen, arguments.rack)
 
 
-def _find(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) -> None:
+def _run_checks(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) -> None:
     """Runs the checks and appends each result to ``found``, so that an error keeps the earlier ones."""
     try:
-        for finding in _look(arguments, arguments.only or _AREAS, site):
+        for finding in _checks(arguments, arguments.only or _AREAS, site):
             if site is None:
-                _tell(found, finding)
+                _report(found, finding)
             else:
                 found.append(finding)
     except (RuntimeError, OSError, FtckptError) as error:
         if site is None:
             raise
-        found.append(_lost(error))
+        found.append(_group_lost(error))
         site.group.give_up(in_words(error))  # else the others wait for this rank until their deadline
 
 
-def _lost(error: Exception) -> CheckResult:
+def _group_lost(error: Exception) -> CheckResult:
     how = "see the logs of all ranks; ranks connect over the interface that GLOO_SOCKET_IFNAME names"
     return CheckResult("network", "ranks", FAILED, in_words(error), how)
 
 
-def _tell(found: list[CheckResult], finding: CheckResult) -> None:
+def _report(found: list[CheckResult], finding: CheckResult) -> None:
     found.append(finding)
     print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
 
@@ -118,28 +116,28 @@ def _require_writable(path: Path) -> None:
         path.unlink()
 
 
-def _look(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[CheckResult]:
+def _checks(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[CheckResult]:
     no_arena = arena_problem(arguments.arena)
     # Collective checks: all ranks must agree on which of them run.
     without = [no_arena is not None] if site is None else codec.gather(site.group, no_arena is not None, bool)
     if "host" in areas and (site is None or site.leads):
         cores = [os.sched_getaffinity(0)] if site is None else site.cores
-        yield from look_at_host(arguments.arena, arguments.node_memory or 0, cores)
+        yield from host_checks(arguments.arena, arguments.node_memory or 0, cores)
     elif no_arena is not None:
         yield no_arena
     if "device" in areas and any(without):
         yield CheckResult("device", "copies", SKIPPED, "no arena to copy to")
     elif "device" in areas:
-        from ftckpt.cli.check_device import look_at_device
+        from ftckpt.cli.check_device import device_checks
 
-        yield from look_at_device(arguments.arena, arguments.size)
+        yield from device_checks(arguments.arena, arguments.size)
         if site is not None:
             site.meet()
     if "network" in areas:
         if site is None:
             yield CheckResult("network", "ranks", SKIPPED, "one process: start it on all ranks, with torchrun")
         else:
-            yield from site.look(None if any(without) else arguments.arena)
+            yield from site.checks(None if any(without) else arguments.arena)
 
 
 def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
@@ -151,9 +149,9 @@ def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
             by_name.setdefault((one.area, one.name), []).append((rank, one))
     rows = [("", "AREA", "WHAT", "RANKS", "FOUND")]
     remedies = []
-    for (area, name), told in by_name.items():
-        state = min((one.state for _, one in told), key=worst.__getitem__)
-        those = [(rank, one) for rank, one in told if one.state == state]
+    for (area, name), results in by_name.items():
+        state = min((one.state for _, one in results), key=worst.__getitem__)
+        those = [(rank, one) for rank, one in results if one.state == state]
         rows.append((state.upper(), area, name, listed([str(rank) for rank, _ in those], 4), those[0][1].text))
         if state in (FAILED, WARNED) and (remedy := those[0][1].remedy):
             remedies.append(f"{state.upper()} {area}, {name}: {remedy}")
@@ -166,10 +164,12 @@ def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
 
 
 def _as_json(everything: dict[int, list[CheckResult]], begin: float) -> dict[str, Any]:
-    return {
-        "environment": {
-            "time": begin, "secs": round(time.time() - begin, 3), "python": platform.python_version(),
-            "kernel": platform.release(), "command": " ".join(["ftckpt", *sys.argv[1:]]),
-        },
-        "ranks": {str(rank): [asdict(one) for one in found] for rank, found in everything.items()},
-    }  # fmt: skip
+    environment = {
+        "time": begin,
+        "secs": round(time.time() - begin, 3),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "command": " ".join(["ftckpt", *sys.argv[1:]]),
+    }
+    ranks = {str(rank): [asdict(one) for one in found] for rank, found in everything.items()}
+    return {"environment": environment, "ranks": ranks}

@@ -36,7 +36,7 @@ _LEAST_SHARE = 0.8
 """Share of a plain copy's rate below which the rate check warns."""
 
 
-def look_at_device(arena: Path, nbytes: int) -> Iterator[CheckResult]:
+def device_checks(arena: Path, nbytes: int) -> Iterator[CheckResult]:
     """Runs the device checks with ``nbytes`` of state, and yields each result when it is available."""
     local, is_here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.is_available()
     # With a launcher that hides the other devices, each rank sees one device, of index 0.
@@ -55,8 +55,8 @@ def look_at_device(arena: Path, nbytes: int) -> Iterator[CheckResult]:
             how = "lower --size, enlarge /dev/shm (of a container: --shm-size), or free the device's memory"
             yield CheckResult(_AREA, "copies", FAILED, text, how)
             return
-        for name, look in (("registration", _registered), ("exact copies", _exact), ("rate", _rate)):
-            yield attempt(_AREA, name, partial(look, bench))
+        for name, check in (("registration", _registered), ("exact copies", _exact), ("rate", _rate)):
+            yield attempt(_AREA, name, partial(check, bench))
 
 
 def _known(device: torch.device) -> Result:
@@ -126,10 +126,9 @@ class Bench:
 @contextmanager
 def bench_on(arena: Path, clock: Clock, nbytes: int) -> Iterator[Bench]:
     """A bench with large and small tensors of several types, about ``nbytes``."""
-    state = [
-        torch.randn(nbytes // 8, device=clock.device), torch.randn(nbytes // 8, device=clock.device).bfloat16(),
-        torch.arange(nbytes // 32, device=clock.device), torch.ones(3, device=clock.device),
-    ]  # fmt: skip
+    on = clock.device
+    state = [torch.randn(nbytes // 8, device=on), torch.randn(nbytes // 8, device=on).bfloat16()]
+    state += [torch.arange(nbytes // 32, device=on), torch.ones(3, device=on)]
     size = -(-sum(tensor.nbytes + _ALIGN_BYTES for tensor in state) // mmap.PAGESIZE) * mmap.PAGESIZE
     with tempfile.TemporaryFile(dir=arena) as file:
         os.posix_fallocate(file.fileno(), 0, size)

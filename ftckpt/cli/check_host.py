@@ -27,7 +27,7 @@ _LEAST_FILES = 4096
 """File descriptors of an SMP with the connections of a large job."""
 
 
-def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[CheckResult]:
+def host_checks(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iterator[CheckResult]:
     """Runs the host checks and yields each result when it is available.
 
     Args:
@@ -45,14 +45,14 @@ def look_at_host(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Ite
     if no_arena is not None:
         yield no_arena
         in_arena = ()
-    for name, look in (
+    for name, check in (
         *in_arena,
         ("descriptors", _descriptors),
         ("locked memory", _locked_memory),
         ("cores", lambda: _cores(ranks)),
         ("kernel", _kernel),
     ):
-        yield attempt(_AREA, name, look)
+        yield attempt(_AREA, name, check)
     if no_arena is not None:
         return
     found = hazards(arena)

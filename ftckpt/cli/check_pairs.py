@@ -58,7 +58,7 @@ class Port(NamedTuple):
     problem: str = ""
 
 
-def look_at_pairs(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> Iterator[CheckResult]:
+def pair_checks(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> Iterator[CheckResult]:
     """Runs the pair checks and yields this rank's results. Collective: the first ranks of ``nodes`` communicate, all
     others wait. ``listen`` is as the setting ``smp_listen``."""
     me = next((node for node, one in nodes.items() if one.first == group.rank), "")

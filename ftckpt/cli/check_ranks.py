@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ftckpt.capture.affinity import format_cores, parse_cores
-from ftckpt.cli.check_pairs import NodeFacts, look_at_pairs
+from ftckpt.cli.check_pairs import NodeFacts, pair_checks
 from ftckpt.cli.findings import FAILED, SKIPPED, CheckResult, Result, failed, passed, warned
 from ftckpt.errors import FtckptError
 from ftckpt.frameworks.launcher import node_name
@@ -85,7 +85,7 @@ class LaunchedRanks:
             found.setdefault(one.node, NodeFacts(rank, one.machine, one.rack))
         return found
 
-    def look(self, arena: Path | None) -> Iterator[CheckResult]:
+    def checks(self, arena: Path | None) -> Iterator[CheckResult]:
         """Runs the collective checks and yields each result. ``arena``: None if any rank has none."""
         yield CheckResult("host", "clock", *self._clocks())
         if arena is not None:
@@ -93,7 +93,7 @@ class LaunchedRanks:
         if len(self.nodes) == 1:
             yield CheckResult(_AREA, "SMP pairs", SKIPPED, "one node: nothing is sent")
         else:
-            yield from look_at_pairs(self.group, self.nodes, self._listen)
+            yield from pair_checks(self.group, self.nodes, self._listen)
 
     def _clocks(self) -> Result:
         skew = max(one.time for one in self.ranks) - min(one.time for one in self.ranks)
@@ -133,11 +133,11 @@ class LaunchedRanks:
         except RuntimeError:
             pass
         if self.rank == 0:
-            return self._told(found)
+            return self._posted(found)
         self._notice(f"found/{self.rank}").post(encode(found).decode())
         return {self.rank: found}
 
-    def _told(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
+    def _posted(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
         """``found`` and the results that other ranks have posted in the job's store, and the ranks without any."""
         everything, end = {0: found}, time.monotonic() + _LOST_SECS
         # One notice per rank: each queries an unreachable store at most once.

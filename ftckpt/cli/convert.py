@@ -172,8 +172,8 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
         return
     from tqdm import tqdm
 
-    look: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(desc=what, total=total, file=sys.stderr, **look) as bar:
+    unit: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(desc=what, total=total, file=sys.stderr, **unit) as bar:
         yield bar.update
 
 

@@ -48,9 +48,9 @@ def skipped(text: str) -> Result:
     return Result(SKIPPED, text)
 
 
-def attempt(area: str, name: str, look: Callable[[], Result]) -> CheckResult:
+def attempt(area: str, name: str, check: Callable[[], Result]) -> CheckResult:
     """Runs one check; an exception is a failed check and does not stop the others."""
     try:
-        return CheckResult(area, name, *look())
+        return CheckResult(area, name, *check())
     except Exception as error:  # noqa: BLE001 - the user must see any error of a driver or a kernel
         return CheckResult(area, name, FAILED, in_words(error), "fix the cause, then check again")

@@ -111,11 +111,19 @@ def read_history(run: Path) -> RunHistory:
     restarts = list(recoveries(attempts, losses, reader.evidence))
     notes = note_of_choice(log, {str(other.directory) for other in logs})
     return RunHistory(
-        log.directory, _began_at(log), reader.job, attempts, restarts, reader.blocked_by_iteration(),
-        median(reader.iteration_secs) if reader.iteration_secs else 0.0, reader.protection, reader.alarms, losses,
-        list(reader.conditions.values()),
-        [*notes, *reader.notes(attempts, num_odd), *log.notes],
-    )  # fmt: skip
+        directory=log.directory,
+        began_at=_began_at(log),
+        job=reader.job,
+        attempts=attempts,
+        restarts=restarts,
+        blocked=reader.blocked_by_iteration(),
+        iteration_secs=median(reader.iteration_secs) if reader.iteration_secs else 0.0,
+        protection=reader.protection,
+        alarms=reader.alarms,
+        losses=losses,
+        conditions=list(reader.conditions.values()),
+        notes=[*notes, *reader.notes(attempts, num_odd), *log.notes],
+    )
 
 
 def read_losses(directories: Iterable[Path]) -> tuple[Losses, int]:

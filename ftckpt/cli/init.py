@@ -40,6 +40,8 @@ _MEGATRON = (
     "launch/text_data.py",
     "configs/*.flags",
 )
+_SLURM = ("launch/slurm.sh", "launch/smp_step.sh", "launch/smp_process.sh", "launch/*.sbatch")
+_DEEPSPEED = ("launch/*deepspeed*", "launch/torchrun.sh", "launch/text_data.py", "configs/*.json")
 
 _WATCH = "ftckpt status    # from another terminal, while it trains"
 
@@ -58,8 +60,7 @@ KITS = {
     ),
     "slurm": Kit(
         "batch scripts for nodes with 8 A100, and for Frontier",
-        (*_ALWAYS, *_MEGATRON, "launch/slurm.sh", "launch/smp_step.sh", "launch/smp_process.sh",
-         "launch/*.sbatch"),
+        (*_ALWAYS, *_MEGATRON, *_SLURM),
         (
             "export FTCKPT_ROOT={root}",
             "sbatch --nodes=3 {here}launch/a100.sbatch --nodes 2 {here}launch/train_gpt.py --pp 2 --ftckpt",
@@ -78,8 +79,7 @@ KITS = {
     ),
     "deepspeed": Kit(
         "DeepSpeed's launcher, or torchrun with DeepSpeed",
-        (*_ALWAYS, "launch/deepspeed.sh", "launch/torchrun.sh", "launch/*deepspeed*.py", "launch/text_data.py",
-         "configs/*.json"),
+        (*_ALWAYS, *_DEEPSPEED),
         (
             "bash {here}launch/deepspeed.sh --job first {here}launch/train_deepspeed.py --deepspeed_config "
             "{here}configs/deepspeed_zero2.json",
@@ -101,7 +101,7 @@ KITS = {
         ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
         needs="",
     ),
-}  # fmt: skip
+}
 
 
 def add_init(commands: Any) -> None:

@@ -33,10 +33,8 @@ _MOST_NAMED = 8
 def add_inspect(commands: Any) -> None:
     """Adds the command to the parser of ``ftckpt``."""
     parser = commands.add_parser("inspect", help="show the slots of arenas")
-    parser.add_argument(
-        "what", metavar="JOB|PATH",
-        help="name of a job, or path of a directory of jobs, a job, a node, an arena or a slot file",
-    )  # fmt: skip
+    text = "name of a job, or path of a directory of jobs, a job, a node, an arena or a slot file"
+    parser.add_argument("what", metavar="JOB|PATH", help=text)
     add_arena(parser)
     parser.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
     parser.set_defaults(run=run)

@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 from ftckpt.errors import ArenaError, FtckptError, SmpError
 from ftckpt.memory.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, list_directories, user_name
 from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.inventory import Inventory, NodeProtection, read_protection, take_inventory
 from ftckpt.memory.launch_record import RUNS_PREFIX
+from ftckpt.memory.locations import OpenArenas
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.memory_limits import used_bytes
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.decide import Query
-from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
-from ftckpt.restore.locations import OpenArenas
 from ftckpt.setting_checks import is_name
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient
@@ -45,14 +45,14 @@ R = TypeVar("R")
 class NodeState:
     """The state of one node.
 
-    ``told``: its memory was read; ``inventory`` and ``trainers`` (see ``smp.reports.rank_report``) are known.
+    ``was_read``: its memory was read; ``inventory`` and ``trainers`` (see ``smp.reports.rank_report``) are known.
     ``whole``, ``protected``: iterations of its newest committed and newest protected snapshot, -1: none. ``smp``: the
     SMP's status; None if no SMP answers, because of ``problem``. ``is_here``: the node is this machine; only then
     ``nbytes``, its memory, is known.
     """
 
     node: str
-    told: bool = False
+    was_read: bool = False
     inventory: Inventory = field(default_factory=Inventory)
     trainers: tuple[dict[str, Any], ...] = ()
     whole: int = -1
@@ -87,18 +87,18 @@ class JobNodes:
         """Parity and packages of those nodes for a snapshot with missing shards; empty for a node that fails now."""
         shards, job_dir = tuple(sorted(query.lacking(self.inventory, ()))), job_directory(self.root, self.job)
 
-        def ask(node: NodeState) -> NodeProtection:
+        def query_node(node: NodeState) -> NodeProtection:
             if node.is_here:
                 with closing(OpenArenas(job_dir / node.node)) as arenas:
                     return read_protection(arenas, node.node, query.snapshot, shards, query.layout)
             request = ProtectionRequest(query.snapshot, shards, dict(query.layout))
             with suppress(FtckptError):
-                return unpacked(str(self._ask(node.node, request).fields.get("protection")))
+                return unpacked(str(self._request(node.node, request).fields.get("protection")))
             return NodeProtection()
 
-        return _each(ask, [node for node in self.nodes if node.told])
+        return _each(query_node, [node for node in self.nodes if node.was_read])
 
-    def ask_others(self) -> JobNodes:
+    def with_others(self) -> JobNodes:
         """Adds the nodes of other machines."""
         here = {node.node for node in self.nodes}
         others = [name for name in self.description.get("nodes", ()) if name not in here]
@@ -106,14 +106,14 @@ class JobNodes:
 
     def _other(self, name: str) -> NodeState:
         try:
-            fields = dict(self._ask(name, ReportRequest()).fields)
+            fields = dict(self._request(name, ReportRequest()).fields)
             inventory = codec.from_json(fields.pop("inventory", None), Inventory)
         except (FtckptError, ValueError) as error:
             return NodeState(name, problem=str(error))
         whole, protected = (int((fields.get(mark) or {}).get("iteration", -1)) for mark in ("whole", "protected"))
         return NodeState(name, True, inventory, tuple(fields.get("trainers", ())), whole, protected, smp=fields)
 
-    def _ask(self, node: str, request: SmpRequest) -> Reply:
+    def _request(self, node: str, request: SmpRequest) -> Reply:
         """Sends a request to the SMP of ``node``. Raises FtckptError if it does not answer, or refuses."""
         deadline = time.monotonic() + self.timeout_secs
         deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
@@ -189,7 +189,7 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
         jobs = ", ".join(jobs_in(root)) or "none"
         raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
     description = next(filter(None, (_described(job_dir / name) for name in names)), {})
-    states = _each(lambda name: _look(root, job, name, timeout_secs), names)
+    states = _each(lambda name: _read_node(root, job, name, timeout_secs), names)
     return JobNodes(root, job, tuple(states), description, timeout_secs)
 
 
@@ -200,7 +200,7 @@ def _described(node_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
+def _read_node(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
     node_dir = job_directory(root, job) / name
     state = NodeState(name, is_here=True)
     try:
@@ -209,7 +209,7 @@ def _look(root: Path, job: str, name: str, timeout_secs: float) -> NodeState:
             controls = [arenas.get(report.name).control for report in inventory.arenas if report.layout]
             whole = _newest(control.whole() for control in controls)
             protected = _newest(control.protected() for control in controls)
-        state = replace(state, told=True, inventory=inventory, whole=whole, protected=protected)
+        state = replace(state, was_read=True, inventory=inventory, whole=whole, protected=protected)
         state = replace(state, nbytes=used_bytes(node_dir))
     except FtckptError as error:
         state = replace(state, problem=str(error))
@@ -239,10 +239,10 @@ def _node_names(job_dir: Path) -> list[str]:
     return names
 
 
-def _each(ask: Callable[[T], R], of: Iterable[T]) -> list[R]:
-    """The results of ``ask`` in order, computed in parallel threads."""
+def _each(query: Callable[[T], R], of: Iterable[T]) -> list[R]:
+    """The results of ``query`` in order, computed in parallel threads."""
     every: Sequence[T] = list(of)
     if not every:
         return []
     with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(every))) as threads:
-        return list(threads.map(ask, every))
+        return list(threads.map(query, every))

@@ -29,6 +29,12 @@ from ftckpt.cli.status import add_ls, add_status
 from ftckpt.cli.stored import add_list, add_pin, add_unpin, add_verify
 from ftckpt.errors import ConfigError, FtckptError, SettingSyntax, settings_are_written
 
+_COMMANDS = (
+    *(add_init, add_check, add_status, add_ls, add_inspect, add_clean, add_report, add_plan, add_smp),
+    *(add_convert, add_save, add_list, add_verify, add_pin, add_unpin, add_ended, add_run),
+)
+"""In the order of the help."""
+
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
@@ -53,11 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="ftckpt", description="in-memory snapshots of training state")
     parser.add_argument("--version", action="version", version=f"ftckpt {ftckpt.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
-    for add in (
-        add_init, add_check, add_status, add_ls, add_inspect, add_clean, add_report, add_plan, add_smp,
-        add_convert, add_save, add_list, add_verify, add_pin, add_unpin, add_ended,
-        add_run,
-    ):  # fmt: skip
+    for add in _COMMANDS:
         add(commands)
     settings_are_written(SettingSyntax.FLAG)
     try:

@@ -99,18 +99,19 @@ def _as_json(config: Config, planned: StartPlan, limit: NetworkLimit) -> dict[st
     job, table = planned.arrangement.job, planned.table
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
     alike = [{"ranks": ranks, "bytes": nbytes, "sets": times} for (ranks, nbytes), times in sorted(sets.items())]
+    copied_bytes = planned.arrangement.copied_bytes
+    state = {"bytes": job.state_bytes, "private_bytes": job.private_bytes, "copied_bytes": copied_bytes}
     return {
-        "ranks": job.ranks, "nodes": job.nodes, "protect": ",".join(planned.modes.names) or "none",
-        "left_out": planned.left_out, "slots": planned.slots,
-        "state": {
-            "bytes": job.state_bytes, "private_bytes": job.private_bytes,
-            "copied_bytes": planned.arrangement.copied_bytes,
-            "replica_sets": alike,
-        },
+        "ranks": job.ranks,
+        "nodes": job.nodes,
+        "protect": ",".join(planned.modes.names) or "none",
+        "left_out": planned.left_out,
+        "slots": planned.slots,
+        "state": {**state, "replica_sets": alike},
         "persist_interval_secs": _persist_interval_secs(config, planned),
         "network_limit": {**asdict(limit), "secs": limit.secs(max(table.network.values()))},
         **table.to_json(),
-    }  # fmt: skip
+    }
 
 
 def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: PlanAnswer | None) -> Iterator[str]:
@@ -208,10 +209,13 @@ class PlanAnswer:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "answer": "yes" if self.good else "no", "node_memory": self.node_bytes,
-            "need": {**asdict(self.need), "sum": self.need.sum}, "slots": self.slots, "protect": self.protect,
+            "answer": "yes" if self.good else "no",
+            "node_memory": self.node_bytes,
+            "need": {**asdict(self.need), "sum": self.need.sum},
+            "slots": self.slots,
+            "protect": self.protect,
             "faults": [{"reason": written(reason), "remedy": written(remedy)} for reason, remedy in self.faults],
-        }  # fmt: skip
+        }
 
     def assumed(self) -> Iterator[str]:
         yield "--node-memory is the memory that training leaves free"

@@ -196,12 +196,12 @@ def resolved(job: JobShape, config: Config) -> tuple[Modes, tuple[str, ...]]:
         ConfigError: modes or slots that a start refuses.
     """
     nodes = list(map(job.node, range(job.ranks)))
-    asked: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
+    peer: dict[str, Any] = {"peer_losses": config.peer_losses, "peer_group": config.peer_group}
     # As at a start: first refuses modes that cannot work for any state, then omits those without use for this state.
-    resolve_modes(config.protect, nodes, job.nodes > 1, **asked)
+    resolve_modes(config.protect, nodes, job.nodes > 1, **peer)
     dealt = (ranks for ranks in job.replica_sets if ranks not in job.small_sets)
     spans = any(job.node(ranks[0]) != job.node(rank) for ranks in dealt for rank in ranks)
-    modes, left_out = possible_modes(config.protect, nodes, spans, **asked)
+    modes, left_out = possible_modes(config.protect, nodes, spans, **peer)
     if left_out and not modes.names:
         raise ConfigError(left_out[0])
     require_slots(config, modes)

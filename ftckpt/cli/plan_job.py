@@ -149,38 +149,32 @@ class JobShape:
 
     def assumptions(self) -> list[str]:
         """Assumptions about the job's state, as texts."""
-        told = [
+        texts = [
             f"{self.holders.bytes_per_param} bytes per parameter: {self.holders.text}",
             "all parameters are trained and divided evenly: layernorms, embeddings, padding, frozen parameters and "
             "mutable state are not counted separately",
         ]
         if self.vpp > 1:
-            told.append(
+            texts.append(
                 f"vpp {self.vpp} changes which layers a stage has and when copies run, not the state of a rank; "
                 "the cost of a snapshot is estimated without windows"
             )
-        return told
+        return texts
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Adds the options that ``job_of`` reads to the parser of a command."""
-    for name, text in (
-        ("tp", "TP size"), ("pp", "PP size"), ("vpp", "model chunks per pipeline stage"), ("cp", "CP size"),
-        ("ep", "EP size"),
-    ):  # fmt: skip
+    for name in ("tp", "pp", "vpp", "cp", "ep"):
+        text = "model chunks per pipeline stage" if name == "vpp" else f"{name.upper()} size"
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
     parser.add_argument("--dp", type=int, help="DP size (default: fills --nodes, else 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks per node")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: tp*pp*dp*cp / --gpus-per-node)")
-    parser.add_argument(
-        "--params", type=partial(_count, "--params"), required=True,
-        help="parameters of the model, such as 34b or 34e9",
-    )  # fmt: skip
-    parser.add_argument(
-        "--expert-params", type=partial(_count, "--expert-params"), default=0, metavar="P",
-        help="how many of them are in experts",
-    )  # fmt: skip
+    text = "parameters of the model, such as 34b or 34e9"
+    parser.add_argument("--params", type=partial(_count, "--params"), required=True, help=text)
+    count, text = partial(_count, "--expert-params"), "how many of them are in experts"
+    parser.add_argument("--expert-params", type=count, default=0, metavar="P", help=text)
     parser.add_argument("--layers", type=int, metavar="N", help="layers; checks that stages divide them")
     parser.add_argument(
         "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP's (default: distributed)"
@@ -190,10 +184,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fsdp-replicas", type=int, metavar="N", help="HSDP: N groups of ranks each have the complete model"
     )
-    parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"),
-        help="type of the weights in training (default: bf16; with FSDP: fp32, cast to bf16)",
-    )  # fmt: skip
+    text = "type of the weights in training (default: bf16; with FSDP: fp32, cast to bf16)"
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=text)
     parser.add_argument("--racks", type=int, default=0, metavar="N", help="spread the nodes evenly over N racks")
     parser.add_argument("--nodes-per-rack", type=int, default=0, metavar="N", help="nodes that share a rack")
 
@@ -217,6 +209,30 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     _check_layout(arguments, etp)
     ranks = arguments.tp * arguments.pp * arguments.dp * arguments.cp
     per_node = arguments.gpus_per_node
+    _check_nodes(ranks, per_node)
+    params, experts = _parameters(arguments, ranks, etp)
+    sizes = {name: getattr(arguments, name) for name in ("tp", "cp", "dp", "pp", "vpp", "ep")}
+    job = JobShape(
+        **sizes,
+        etp=etp,
+        gpus_per_node=per_node,
+        params=params,
+        expert_params=experts,
+        holders=_holders(arguments),
+        nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
+        chunk_bytes=config.chunk_bytes,
+        objects_bytes=config.objects_bytes,
+    )
+    # A start refuses it, too. Checked before tuples of that many chunks are built; 4: parity adds chunks later.
+    if (chunks := job.state_bytes // job.ranks // job.chunk_bytes) > MAX_CHUNKS // 4:
+        raise ConfigError(
+            f"--params: {chunks} chunks of {config.chunk_size} on each rank; the most is {MAX_CHUNKS // 4}: "
+            "more ranks, or a larger --ftckpt-chunk-size"
+        )
+    return job
+
+
+def _check_nodes(ranks: int, per_node: int) -> None:
     if ranks > _MOST_RANKS:
         raise ConfigError(f"tp*pp*dp*cp: {ranks} ranks are too many; the most is {_MOST_RANKS}")
     if per_node > ranks:
@@ -228,20 +244,6 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
         raise ConfigError(
             f"--gpus-per-node: {ranks} ranks (tp*pp*dp*cp) do not fill nodes of {per_node}; change --dp or it"
         )
-    params, experts = _parameters(arguments, ranks, etp)
-    job = JobShape(
-        tp=arguments.tp, cp=arguments.cp, dp=arguments.dp, pp=arguments.pp, ep=arguments.ep, etp=etp,
-        vpp=arguments.vpp, gpus_per_node=per_node, params=params, expert_params=experts, holders=_holders(arguments),
-        nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
-        chunk_bytes=config.chunk_bytes, objects_bytes=config.objects_bytes,
-    )  # fmt: skip
-    # A start refuses it, too. Checked before tuples of that many chunks are built; 4: parity adds chunks later.
-    if (chunks := job.state_bytes // job.ranks // job.chunk_bytes) > MAX_CHUNKS // 4:
-        raise ConfigError(
-            f"--params: {chunks} chunks of {config.chunk_size} on each rank; the most is {MAX_CHUNKS // 4}: "
-            "more ranks, or a larger --ftckpt-chunk-size"
-        )
-    return job
 
 
 def _check_sizes(sizes: Mapping[str, Any]) -> None:
@@ -353,11 +355,10 @@ def _holders(arguments: argparse.Namespace) -> StatePartition:
         # Without ZeRO, a pipeline in bf16 uses DeepSpeed's BF16_Optimizer, which also divides masters.
         divided = arguments.zero > 0 or (arguments.pp > 1 and dtype == "bf16")
     text = f"{masters}, two fp32 moments; {own if divided or replicas == 1 else alike}"
-    if arguments.zero is not None:
-        text += {
-            0: " (DeepSpeed without ZeRO)", 1: " of these, and all weights (ZeRO 1)",
-            2: " of these, and all weights (ZeRO 2)", 3: ", also of weights (ZeRO 3)",
-        }[arguments.zero]  # fmt: skip
+    if arguments.zero in (1, 2):
+        text += f" of these, and all weights (ZeRO {arguments.zero})"
+    elif arguments.zero is not None:
+        text += ", also of weights (ZeRO 3)" if arguments.zero else " (DeepSpeed without ZeRO)"
     return StatePartition(option, 1 if divided else 0, _MASTERS_BYTES, text)
 
 

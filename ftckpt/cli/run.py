@@ -9,10 +9,8 @@ from typing import Any
 
 def add_run(commands: Any) -> None:
     """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser(
-        "run", help="start a job with torchrun's own arguments; restarts import nothing",
-        add_help=False, prefix_chars="\0",  # torchrun parses all arguments
-    )  # fmt: skip
+    text = "start a job with torchrun's own arguments; restarts import nothing"
+    parser = commands.add_parser("run", help=text, add_help=False, prefix_chars="\0")  # torchrun parses all arguments
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 

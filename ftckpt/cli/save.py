@@ -25,7 +25,7 @@ from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest
 
 _POLL_SECS = 0.5
-_TELL_SECS = 5.0
+_REPORT_SECS = 5.0
 _ENDING_SECS = 10.0
 """Time for ranks to exit after a signal."""
 
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(line, flush=True)
     if where and max(saved) >= 0:
         with suppress(StorageError):  # the save itself has succeeded
-            _tell_newer(where, max(saved))
+            _warn_of_newer(where, max(saved))
     return 0
 
 
-def _tell_newer(where: str, iteration: int) -> None:
+def _warn_of_newer(where: str, iteration: int) -> None:
     """Warns if ``where`` has a newer checkpoint, perhaps of another job: a start from there would restore that."""
     newest = max(
         (name.iteration for name in checkpoints(open_storage(locate(where).where, "save"))), default=iteration
@@ -134,16 +134,16 @@ def _require_no_ranks(client: SmpClient, deadline: float) -> None:
 
 def _wait(client: SmpClient, request: PersistRequest, begun: float) -> dict[str, Any]:
     """Sends the request, reports progress, and returns the SMP's final status."""
-    told = time.monotonic()
+    reported = time.monotonic()
     # The SMP enforces the timeout; 10 s more are for its final answer.
-    deadline = told + request.timeout_secs + 10
+    deadline = reported + request.timeout_secs + 10
     status = client.persist(request)
     while status["flush"] not in ("done", "cannot"):
         now = time.monotonic()
         if now >= deadline:
             raise SmpError(f"the SMP of node {client.node} did not finish within --timeout: see 'ftckpt status'")
-        if now - told > _TELL_SECS:
-            told = now
+        if now - reported > _REPORT_SECS:
+            reported = now
             print(f"node {client.node}: iteration {status['iteration']}: {now - begun:.0f} s", flush=True)
         time.sleep(_POLL_SECS)
         status = client.persist(replace(request, anew=False))

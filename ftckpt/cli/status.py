@@ -64,7 +64,7 @@ def run_status(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {secs:g}: it must be finite and above 0 seconds")
     if arguments.watch is not None:
         return _watch(arguments)
-    status = job_status(*_asked(arguments), arguments.timeout)
+    status = job_status(*_job_of(arguments), arguments.timeout)
     print(json.dumps(status, indent=2) if arguments.json else "\n".join(in_lines(status)))
     return int(status["restart"]["iteration"] < 0)
 
@@ -85,17 +85,15 @@ def run_ls(arguments: argparse.Namespace) -> int:
         print(f"no job has memory under {arguments.arena}")
     else:
         columns = ("JOB", "NODES", "RANKS", "ITERATION", "COMMITTED", "PROTECTED", "MEMORY")
-        rows = [
-            (
-                str(job["job"]), listed(job["nodes"]), str(job["ranks"]),
-                *(_number(job[name]) for name in ("iteration", "whole", "protected")), human(job["bytes"]),
-            )
-            for job in jobs
-        ]  # fmt: skip
-        print(aligned([columns, *rows], 2))
+        print(aligned([columns, *map(_job_row, jobs)], 2))
     if closed := closed_jobs_in(arguments.arena):
         print(f"ftckpt: skipped, readable by their users only: {listed(closed)}", file=sys.stderr)
     return 0
+
+
+def _job_row(job: dict[str, Any]) -> tuple[str, ...]:
+    marks = (_number(job[name]) for name in ("iteration", *_MARKS))
+    return str(job["job"]), listed(job["nodes"]), str(job["ranks"]), *marks, human(job["bytes"])
 
 
 def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     Raises:
         ArenaError: the job has no memory on this machine.
     """
-    seen = nodes_here(root, job, timeout_secs).ask_others()
+    seen = nodes_here(root, job, timeout_secs).with_others()
     storage, stored = _storage(seen)
     summary = _summary(seen.nodes)
     expected = forecast(seen.inventory, stored, seen.protection)
@@ -130,7 +128,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
         "restart": {
             **asdict(expected),
             "lost_iterations": lost if lost is None else max(0, lost),
-            "gone": [node.node for node in seen.nodes if not node.told],
+            "gone": [node.node for node in seen.nodes if not node.was_read],
         },
     }
 
@@ -223,7 +221,7 @@ def _outlook(restart: dict[str, Any]) -> str:
 def _watch(arguments: argparse.Namespace) -> int:
     """Shows the status until interrupted: updated in place on a terminal, else one after the other; with ``--json``
     one line each."""
-    root, job = _asked(arguments)
+    root, job = _job_of(arguments)
     with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
         while True:
             try:
@@ -262,7 +260,7 @@ def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         yield lambda status: live.update(Text(text(status)), refresh=True)
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Path, str]:
+def _job_of(arguments: argparse.Namespace) -> tuple[Path, str]:
     """The arena root and the job's name; the argument is the name or the path of the job's directory."""
     if "/" in (arguments.job or ""):
         directory = Path(os.path.abspath(arguments.job))
@@ -319,7 +317,7 @@ def _node(node: NodeState) -> dict[str, Any]:
     living = [trainer for trainer in node.trainers if trainer["lives"] is not False]
     return {
         "node": node.node,
-        "answers": node.told,
+        "answers": node.was_read,
         "problem": node.problem,
         "smp": smp.get("pid"),
         "ends_in_secs": smp.get("ends_in_secs"),

@@ -101,13 +101,17 @@ def _listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
             listed["problem"] = stored
             continue
         since = last_shared(stored.lineage, head)
-        listed.update({
-            "layout": layout_name(stored.layout), "shards": len(stored.shards), "bytes": stored.nbytes,
-            "job": stored.job, "compressed": any(shard.frames is not None for shard in stored.shards.values()),
-            "pinned": name in pins, "void": stored.snapshot in void,
+        listed |= {
+            "layout": layout_name(stored.layout),
+            "shards": len(stored.shards),
+            "bytes": stored.nbytes,
+            "job": stored.job,
+            "compressed": any(shard.frames is not None for shard in stored.shards.values()),
+            "pinned": name in pins,
+            "void": stored.snapshot in void,
             "abandoned": since if name.iteration > since else None,
             "doubtful": is_doubtful(stored.lineage, name.iteration, head),
-        })  # fmt: skip
+        }
     away = sorted(str(name) for name in pins.difference(checkpoints(storage)))
     return {"snapshots": snapshots, "pinned_away": away}
 

@@ -117,14 +117,19 @@ def parse_rank(line: Mapping[str, Any], node: str = "") -> RankTimeline:
         ValueError: a field is missing or invalid.
     """
     try:
+        copies = line.get("copies") or ()
         return RankTimeline(
-            whole_number(line["rank"]), node, whole_number(line["iteration"]),
-            {_name(name): whole_number(at) for name, at in (line.get("coords") or {}).items()},
-            str(line.get("schedule", "")), line["begin"] + 0.0, line["secs"] + 0.0,
-            tuple(ActivitySpan(str(kind), *_interval(begin, end)) for kind, begin, end in line["spans"]),
-            tuple(Copy(*_interval(begin, end), whole_number(num)) for begin, end, num in line.get("copies") or ()),
-            {str(kind): whole_number(num) for kind, num in (line.get("moved_bytes") or {}).items()},
-        )  # fmt: skip
+            rank=whole_number(line["rank"]),
+            node=node,
+            iteration=whole_number(line["iteration"]),
+            coords={_name(name): whole_number(at) for name, at in (line.get("coords") or {}).items()},
+            schedule=str(line.get("schedule", "")),
+            begin=line["begin"] + 0.0,
+            secs=line["secs"] + 0.0,
+            spans=tuple(ActivitySpan(str(kind), *_interval(begin, end)) for kind, begin, end in line["spans"]),
+            copies=tuple(Copy(*_interval(begin, end), whole_number(num)) for begin, end, num in copies),
+            moved_bytes={str(kind): whole_number(num) for kind, num in (line.get("moved_bytes") or {}).items()},
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a timeline: {error!r}") from error
 

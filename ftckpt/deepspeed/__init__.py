@@ -49,7 +49,7 @@ def register(name: str, value: Stateful) -> None:
     """
     if not name or name.startswith("ftckpt.") or name in active_engine.objects:
         raise ConfigError(f"register: the name {name!r} is taken, empty, or has the reserved prefix ftckpt.")
-    from ftckpt.frameworks.generators import as_object
+    from ftckpt.frameworks.torch_state import as_object
 
     value = as_object(value)
     for method in ("state_dict", "load_state_dict"):
@@ -85,7 +85,7 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
         return None
     from ftckpt.deepspeed.data import EpochBegins
     from ftckpt.deepspeed.session import EngineSession
-    from ftckpt.frameworks.generators import as_object
+    from ftckpt.frameworks.torch_state import as_object
 
     own = {name: as_object(value) for name, value in (objects or {}).items()}
     EngineSession(engine, {**active_engine.objects, **own}, config, EpochBegins())

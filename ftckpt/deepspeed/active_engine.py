@@ -15,12 +15,18 @@ objects: dict[str, Any] = {}
 """The script's registered objects, by name."""
 session: Any = None
 """The ``EngineSession`` of the engine that is followed, or was last."""
-_runner = False
+is_ended_by_runner = False
+"""Whether a runner started the script, and decides by its exit whether snapshots are removed."""
 is_attached_later = False
 """Whether the caller of ``deepspeed.initialize`` attaches the engine itself, once everything it needs exists."""
 others: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """Engines with an optimizer that are neither followed nor excluded by their JSON, with their number of steps when
 another engine was attached."""
+
+
+def steps_of(engine: Any) -> int:
+    """The engine's number of steps; does not count as a read by the script (see ``script``)."""
+    return int(vars(engine)["global_steps"])
 
 
 def begin_iteration() -> None:
@@ -55,12 +61,6 @@ def _end(remove: bool) -> None:
             checkpointer.close(remove=remove)
 
 
-def leave_the_end_to_the_runner() -> None:
-    """Keeps ``engine.destroy`` from removing snapshots: the runner decides by the script's exit."""
-    global _runner
-    _runner = True
-
-
 @contextmanager
 def attached_later() -> Iterator[None]:
     """A context in which new engines are not followed: the caller attaches them once everything they need exists."""
@@ -85,12 +85,12 @@ def require_one_engine(engine: Any) -> None:
         if other is engine:
             del others[other]
         else:
-            others[other] = int(other.global_steps)
+            others[other] = steps_of(other)
 
 
 def check_others() -> None:
     """Raises ConfigError if an engine that is not followed has trained since another one was attached."""
-    if any(int(other.global_steps) != steps for other, steps in others.items()):
+    if any(steps_of(other) != steps for other, steps in others.items()):
         raise second_engine()
 
 
@@ -101,8 +101,3 @@ def second_engine() -> ConfigError:
         'is intended, put "ftckpt": {"enabled": false} into the configuration of the other; if training of the first '
         "has ended, call ftckpt.deepspeed.close() before it; otherwise switch ftckpt off"
     )
-
-
-def has_runner() -> bool:
-    """Whether a runner started the script."""
-    return _runner

@@ -29,6 +29,7 @@ import deepspeed
 import torch
 from packaging.version import Version
 
+from ftckpt.deepspeed.active_engine import steps_of
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import charts, versions
 from ftckpt.frameworks.entry import Patches
@@ -87,7 +88,7 @@ class EngineHooks:
         """Marks a step boundary if the engine has counted a step, applied or skipped."""
         self._scheduled = False
         # An overflowed step counts too: it changes the loss scale and the number of skipped steps.
-        if self.engine.global_steps != steps_before:
+        if steps_of(self.engine) != steps_before:
             self.has_trained = self._is_due = True
             if not self.is_deferred:
                 self.take_boundary()
@@ -98,7 +99,7 @@ class EngineHooks:
             if self._check_counted is not None:
                 self._check_counted()
             self._is_due = False
-            self.checkpointer.step(self.engine.global_steps)
+            self.checkpointer.step(steps_of(self.engine))
             self._draw()
 
     def _draw(self) -> None:
@@ -106,11 +107,11 @@ class EngineHooks:
         engine, monitor = self.engine, getattr(self.engine, "monitor", None)
         if not self._draws or engine.global_rank != 0 or monitor is None or not monitor.enabled:
             return
-        if engine.global_steps % (engine.steps_per_print() or _STEPS_PER_PRINT) == 0:
+        if steps_of(engine) % (engine.steps_per_print() or _STEPS_PER_PRINT) == 0:
             self._draws = charts.draw(
                 self.checkpointer,
                 lambda scalars: monitor.write_events(
-                    [(*scalar, engine.global_samples) for scalar in scalars.items()]
+                    [(*scalar, vars(engine)["global_samples"]) for scalar in scalars.items()]
                 ),
             )
 
@@ -181,11 +182,11 @@ class EngineHooks:
         return original(*args, **kwargs)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = self.engine.global_steps
+        before = steps_of(self.engine)
         # A script with its own gradient accumulation calls ``step`` only after its last micro-batch.
         self.phase(self._after_backward() if self._counts_batches else "tail")
         result = original(*args, **kwargs)
-        if self.engine.global_steps != before:
+        if steps_of(self.engine) != before:
             self.boundary(before)
         return result
 

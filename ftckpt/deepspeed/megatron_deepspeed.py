@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.deepspeed import active_engine, section
-from ftckpt.deepspeed.active_engine import door
+from ftckpt.deepspeed.active_engine import door, steps_of
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks import launcher
 from ftckpt.frameworks.log_sums import LogSums
@@ -146,7 +146,7 @@ class TrainLoop:
         # Not with --finetune, which counts from 0 regardless of the checkpoint.
         # Releases before February 2024 have no --load-tag and load the checkpoint that ``latest`` names.
         tag = {"tag": getattr(arguments, "load_tag", None)}
-        named = engine.global_steps > 0 and is_named(engine.load_checkpoint, (arguments.load,), tag)
+        named = steps_of(engine) > 0 and is_named(engine.load_checkpoint, (arguments.load,), tag)
         counters, objects = LoopCounters(arguments), active_engine.objects
         session = EngineSession(
             engine, {**objects, _DATA: counters}, config, EpochBegins(), named, check_counted=self.check_counted
@@ -156,7 +156,7 @@ class TrainLoop:
     def follow(self, engine: Any, counters: LoopCounters, session: EngineSession) -> None:
         """Follows ``engine`` at the start of training, after it and ``counters`` are restored."""
         self._engine, self._counters, self._session = engine, counters, session
-        counters.begin(engine.global_steps)
+        counters.begin(steps_of(engine))
 
     def check_counted(self) -> None:
         """Checks at a boundary that the loop has counted the iteration.
@@ -167,13 +167,13 @@ class TrainLoop:
         if not self._has_counted():
             arguments = self._training.get_args()
             raise ConfigError(
-                f"args.iteration is {arguments.iteration} and engine.global_steps {self._engine.global_steps}: the "
+                f"args.iteration is {arguments.iteration} and engine.global_steps {steps_of(self._engine)}: the "
                 "loop counts elsewhere, so a restart would resume at the wrong iteration; set args.iteration and "
                 "args.consumed_train_samples after each train_step, or call megatron.training.train"
             )
 
     def _has_counted(self) -> bool:
-        return self._counters is not None and self._counters.agree(self._engine.global_steps)
+        return self._counters is not None and self._counters.agree(steps_of(self._engine))
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps ``train_step``, one iteration, which draws its own batches."""

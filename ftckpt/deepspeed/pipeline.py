@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.schedule import (
     TrainSchedule,
 )
 
+from ftckpt.deepspeed.active_engine import steps_of
 from ftckpt.deepspeed.hooks import EngineHooks
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.entry import Proxy
@@ -95,7 +96,7 @@ def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
         hooks.begin()
-        before = engine.global_steps
+        before = steps_of(engine)
         loss = original(data_iter=draw_from(data_iter))
         hooks.boundary(before)
         return loss

@@ -13,14 +13,18 @@ iterations, or on the wrong data. Local variables of a script are not visible; t
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftckpt.errors import ConfigError
 
 _COUNTERS = ("global_steps", "global_samples")
-_FRAMEWORKS = ("deepspeed", "ftckpt")
+_METHODS = (
+    "forward", "backward", "step", "train_batch", "eval_batch", "save_checkpoint", "load_checkpoint",
+    "save_16bit_model",
+)  # fmt: skip
+"""Methods in which the engine reads its counters itself."""
 _ENOUGH = 2
 """Iterations before conclusions: in the first one every field that is 0 equals a counter, and no step has ended."""
 _FIX = (
@@ -50,6 +54,7 @@ class ScriptPosition:
         self._last_begun = -1
         self._has_asked = False  # in any attempt
         self._knows = False
+        self._is_inside = False  # a method of the engine
         self._followers: dict[str, list[str]] = {}
         self._watch()
 
@@ -132,16 +137,19 @@ class ScriptPosition:
         self._num_begun += 1
 
     def _watch(self) -> None:
-        """Gives the engine a subclass of its own that detects reads of a counter, until the script has read one."""
+        """Gives the engine a subclass of its own that detects reads of a counter, until the script has read one.
+
+        A read outside of the engine's methods is the script's: ftckpt reads the attributes' dict.
+        """
         base = self._engine_class
         members: dict[str, Any] = {name: self._watched(name) for name in _COUNTERS}
+        members |= {name: self._entered(getattr(base, name)) for name in _METHODS if hasattr(base, name)}
         members.update(__module__=base.__module__, __qualname__=base.__qualname__)
         self._engine.__class__ = type(base.__name__, (base,), members)
 
     def _watched(self, name: str) -> property:
         def read(engine: Any) -> Any:
-            reader = sys._getframe(1).f_globals.get("__name__", "")
-            if reader.partition(".")[0] not in _FRAMEWORKS:
+            if not self._is_inside:
                 self._knows = self._has_asked = True
                 self.remove()
             return vars(engine)[name]
@@ -150,3 +158,14 @@ class ScriptPosition:
             vars(engine)[name] = value
 
         return property(read, write)
+
+    def _entered(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_inside = self._is_inside, True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._is_inside = before
+
+        return call

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ftckpt.config import Config
 from ftckpt.deepspeed import active_engine, optimizers, support
-from ftckpt.deepspeed.active_engine import door
+from ftckpt.deepspeed.active_engine import door, steps_of
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 from ftckpt.deepspeed.hooks import EngineHooks, check_engine, check_optimizer
@@ -75,7 +75,8 @@ class EngineSession:
         self._fresh_counters = counters(engine)
         self._data = self._new_position()
         self._script = ScriptPosition(engine, args, bool(self._objects))
-        door.hooks.undo += [self._leave_data, self._script.remove]
+        # A load replaces ``_data``.
+        door.hooks.undo += [lambda: self._data.remove(), self._script.remove]  # noqa: PLW0108
         try:
             checkpointer, self._from_memory = self._restore(named)
         except BaseException:  # an error leaves the engine without hooks
@@ -108,7 +109,6 @@ class EngineSession:
     def _new_position(self) -> DataPosition:
         return DataPosition(self._engine, self._begins, owned_by_script=_OWNS_DATA in self._objects)
 
-    # Hooks outlive a position: ``load_checkpoint`` creates a new one.
     def begin_batch(self) -> None:
         """Must be called before a training batch is used, or before it is drawn if drawing it needs restored RNG."""
         self.take_boundary()
@@ -117,15 +117,9 @@ class EngineSession:
         self._script.begin_iteration()
         self._data.begin_training()
 
-    def _draw_from(self, given: Any) -> Any:
-        return self._data.draw_from(given)
-
-    def _leave_data(self) -> None:
-        self._data.remove()
-
     def _restore(self, named: bool = False, in_training: bool = False) -> tuple[Checkpointer, int | None]:
         """Creates a checkpointer and restores; returns it and the iteration, if newer than the engine's state."""
-        data, script, before = self._data, self._script, int(self._engine.global_steps)
+        data, script, before = self._data, self._script, steps_of(self._engine)
         objects = {**self._objects, _DATA: data, _SCRIPT: script}
         state = self._start.build(lambda: DeepSpeedState(self._engine, objects))
         checkpointer = self._start.checkpointer(state)
@@ -147,7 +141,7 @@ class EngineSession:
         self._hooks.fence_optimizer()
         self._hooks.see_pauses()
         if self._engine.pipeline_parallelism:
-            follow_pipeline(self._hooks, self._draw_from)
+            follow_pipeline(self._hooks, lambda given: self._data.draw_from(given))  # noqa: PLW0108
         else:
             self._hooks.follow_micro_batches()
         door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
@@ -166,7 +160,7 @@ class EngineSession:
         self._hooks.checkpointer.pause()
         result = self._load(original, args, kwargs)
         # Addresses, counters and perhaps the lineage have changed, so a new checkpointer is needed in any case.
-        loaded = self._engine.global_steps
+        loaded = steps_of(self._engine)
         # DeepSpeed returns None if there was no checkpoint.
         if result[0] is None:
             return result
@@ -236,7 +230,7 @@ class EngineSession:
         Under the runner the script's exit decides instead.
         """
         # This session references the engine, so it is collected only when the interpreter exits.
-        if not sys.is_finalizing() and sys.exc_info()[0] is None and not active_engine.has_runner():
+        if not sys.is_finalizing() and sys.exc_info()[0] is None and not active_engine.is_ended_by_runner:
             active_engine.close()
         return original()
 

@@ -10,36 +10,26 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from ftckpt.deepspeed import inner_optimizers, optimizers, support
+from ftckpt.deepspeed.active_engine import steps_of
 from ftckpt.deepspeed.geometry import place_parameters
-from ftckpt.frameworks import schedulers
-from ftckpt.frameworks.extra_state import ExtraState
-from ftckpt.frameworks.flags import TrainingFlags
-from ftckpt.frameworks.generators import generators_in
-from ftckpt.frameworks.late_changes import LateChanges
 from ftckpt.frameworks.launcher import log_once
-from ftckpt.frameworks.live_tensors import Holders, LiveTensors
-from ftckpt.frameworks.optimizers import save_groups, state_tensors
+from ftckpt.frameworks.live_state import RANDOM, LiveState, Rng
 from ftckpt.frameworks.tensors import frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import (
     Stateful,
     derive_generators,
     derive_tracker,
-    load_all,
-    load_all_reshaped,
     load_generators,
-    save_all,
     save_generators,
 )
 from ftckpt.model.training_state import Description
 
-_FLAGS = "ftckpt.flags"
-_RANDOM = "random numbers"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 # Fields that change during training with a dynamic scale; everything else of a scaler comes from the JSON.
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class DeepSpeedState:
+class DeepSpeedState(LiveState):
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
     Optimizer-updated: everything that the optimizer steps on this rank (of weights only the owned part), and frozen
@@ -50,87 +40,53 @@ class DeepSpeedState:
         UnsupportedError: the configuration is not supported; names the JSON field.
     """
 
+    replaced_remedy = "load before the first batch, and leave states where they are"
+
     def __init__(self, engine: Any, objects: Mapping[str, Stateful]) -> None:
         support.check(engine)
         optimizers.check(engine.optimizer)
         self._engine = engine
-        self._own = {name: value for name, value in objects.items() if not name.startswith("ftckpt.")}
-        self._objects = {**objects, **generators_in(unwrapped(engine.module.named_modules()))}
-        self._live = LiveTensors(self._live_tensors, self._holders, "ds_tensor")
-        self._extra = ExtraState(engine.module)
         remedy = "call ftckpt.deepspeed.begin_iteration() first in each iteration, before anything is drawn"
-        self.late_changes = LateChanges(self._changing, remedy, {_RANDOM})
-        self._rng: Mapping[str, Any] | None = None
-        self._built: Mapping[str, Any] | None = None
+        super().__init__(
+            {"": engine.module}, objects, lambda: engine.lr_scheduler, lambda: [optimizers.inner(engine.optimizer)],
+            lambda: optimizers.owners(engine.optimizer), rng=Rng(save_rng, load_rng, derive_rng),
+            inside="ds_tensor", late=remedy, frozen={RANDOM},
+        )  # fmt: skip
 
-    def describe(self) -> Description:
-        if self._built is None:
-            # The states from the job's own setup, before a restore: ``derive_rng`` derives from these.
-            self._built = save_rng()
-        self._extra.refuse()
+    def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         boxes, optimizer = place_parameters(self._engine), self._engine.optimizer
         optimizers.materialise(optimizer)
         trained = optimizers.stepped_parameters(optimizer)
         stepped = [*optimizers.pieces(optimizer, boxes), *frozen_pieces(boxes, trained, optimizers.owned)]
         buffers = unwrapped(self._engine.module.named_buffers())
         volatile = tuple(whole_piece(f"buffer/{name}", buffer) for name, buffer in buffers if buffer.numel())
-        self._live.note()
-        if _FLAGS not in self._objects:
-            parameters = ((places[0].key, parameter) for parameter, places in boxes.items())
-            self._objects[_FLAGS] = TrainingFlags(parameters, unwrapped(self._engine.module.named_modules()))
-        return Description(tuple(stepped), volatile)
+        parameters = ((places[0].key, parameter) for parameter, places in boxes.items())
+        return Description(tuple(stepped), volatile), parameters
 
-    def save_objects(self) -> dict[str, Any]:
-        """See TrainingState.
-
-        Raises:
-            CaptureError: a tensor was replaced since ``describe`` (load_checkpoint, offload_states).
-            UnsupportedError: a module has extra state that was not described.
-        """
-        self._extra.look_again()
-        self._live.check("load before the first batch, and leave states where they are")
-        self.late_changes.boundary()
-        optimizer = self._engine.optimizer
+    def _save(self) -> dict[str, Any]:
         return {
-            "rng": save_rng(),
-            "optimizer": inner_optimizers.save(optimizers.inner(optimizer), optimizers.owners(optimizer)),
-            "scaler": save_scaler(optimizer),
-            "scheduler": schedulers.save(self._engine.lr_scheduler),
+            "optimizer": inner_optimizers.save(*self._optimizers(), self._owners()),
+            "scaler": save_scaler(self._engine.optimizer),
             "counters": counters(self._engine),
             "micro_offset": getattr(self._engine.module, "micro_offset", None),
-            "objects": save_all(self._objects),
         }
 
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        engine = self._engine
-        schedulers.load(engine.lr_scheduler, objects["scheduler"])  # first: it may write learning rates
-        inner_optimizers.load(
-            optimizers.inner(engine.optimizer), optimizers.owners(engine.optimizer), objects["optimizer"]
-        )
-        load_scaler(engine.optimizer, objects["scaler"])
-        set_counters(engine, objects["counters"])
-        if objects["micro_offset"] is not None:
-            engine.module.micro_offset = objects["micro_offset"]  # layers are seeded by it
-        load_all(self._objects, objects["objects"])
-        self._rng = objects["rng"]
+    def _load(self, objects: Mapping[str, Any]) -> None:
+        inner_optimizers.load(*self._optimizers(), self._owners(), objects["optimizer"])
+        self._load_shared(objects)
 
-    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        assert self._built is not None, "describe comes first"
-        engine, first = self._engine, objects[0]
-        schedulers.load_reshaped(engine.lr_scheduler, [saved["scheduler"] for saved in objects])
-        inner_optimizers.load_reshaped(
-            optimizers.inner(engine.optimizer),
-            optimizers.owners(engine.optimizer),
-            [saved["optimizer"] for saved in objects],
-        )
-        load_scaler(engine.optimizer, first["scaler"])
-        set_counters(engine, first["counters"])
+    def _load_reshaped(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        inner_optimizers.load_reshaped(*self._optimizers(), self._owners(), [saved["optimizer"] for saved in objects])
+        self._load_shared(objects[0])
         # Another layout may have another number of micro-batches per step; at a boundary, all of them are done.
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-        if first["micro_offset"] is not None:
-            engine.module.micro_offset = first["micro_offset"]
-        load_all_reshaped(self._objects, [saved["objects"] for saved in objects])
-        self._rng = derive_rng(self._built, iteration)
+        engine = self._engine
+        engine.micro_steps = steps_of(engine) * engine.gradient_accumulation_steps()
+
+    def _load_shared(self, saved: Mapping[str, Any]) -> None:
+        load_scaler(self._engine.optimizer, saved["scaler"])
+        set_counters(self._engine, saved["counters"])
+        if saved["micro_offset"] is not None:
+            self._engine.module.micro_offset = saved["micro_offset"]  # layers are seeded by it
 
     def finish_load(self) -> None:
         """Gathers the parts of parameters that other ranks own. Does not set RNG: see ``set_rng``."""
@@ -141,37 +97,10 @@ class DeepSpeedState:
             self._engine.reset_activation_shape()
         self.late_changes.boundary()
 
-    def set_rng(self) -> None:
-        """Sets RNG to the loaded state; called right before the first batch is used, which draws from it."""
-        if self._rng is not None:
-            load_rng(self._rng)
-
-    def _changing(self) -> dict[str, Any]:
-        optimizer = optimizers.inner(self._engine.optimizer)
-        return {
-            _RANDOM: save_rng(),
-            "the scheduler": schedulers.save(self._engine.lr_scheduler),
-            "parameter groups": save_groups(optimizer),
-            **save_all(self._own),
-        }
-
-    def _holders(self) -> Holders:
-        optimizer = self._engine.optimizer
-        return Holders((self._engine.module,), (optimizers.inner(optimizer),), optimizers.owners(optimizer))
-
-    def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
-        optimizer = self._engine.optimizer
-        yield from state_tensors(optimizers.inner(optimizer))
-        yield from (("optimizer's tensor", n, owner) for n, owner in enumerate(optimizers.owners(optimizer)))
-        for name, parameter in self._engine.module.named_parameters():
-            # Under ZeRO 3 a parameter's own memory is allocated and freed; its partition stays.
-            yield "parameter", name, getattr(parameter, "ds_tensor", parameter)
-        yield from (("buffer", name, buffer) for name, buffer in self._engine.module.named_buffers())
-
 
 def counters(engine: Any) -> dict[str, int]:
     """The engine's counters, by attribute."""
-    return {name: int(getattr(engine, name)) for name in _COUNTERS}
+    return {name: int(vars(engine)[name]) for name in _COUNTERS}
 
 
 def set_counters(engine: Any, values: Mapping[str, int]) -> None:
@@ -181,10 +110,8 @@ def set_counters(engine: Any, values: Mapping[str, int]) -> None:
 
 
 def _dynamic_scalers(optimizer: Any) -> Iterator[Any]:
-    # ZeRO's wrappers have a loss scaler; fp16's have the same fields in a configuration object or, up to DeepSpeed
-    # 0.17, in themselves.
-    kept = [getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
-    for scaler in (*kept, optimizer if hasattr(optimizer, "cur_iter") else None):
+    # ZeRO's wrappers have a loss scaler; fp16's have the same fields in a configuration object.
+    for scaler in (getattr(optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")):
         if getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)):
             yield scaler
 

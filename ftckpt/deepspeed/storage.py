@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.deepspeed.active_engine import door
+from ftckpt.deepspeed.active_engine import door, steps_of
 from ftckpt.errors import LostError
 from ftckpt.frameworks.launcher import log_once
 
@@ -64,7 +64,7 @@ class AwaitedLoad:
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if result[0] is not None and self._engine.global_steps > 0:
+        if result[0] is not None and steps_of(self._engine) > 0:
             door.leave()
             self._begin(is_whole(original, args, kwargs) and is_named(original, args, kwargs))
         return result

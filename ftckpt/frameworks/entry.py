@@ -67,9 +67,7 @@ class Patches:
                 f"{getattr(owner, '__name__', type(owner).__name__)} has no {name}, which ftckpt must wrap: "
                 "install a tested release"
             )
-        # None if the attribute is the class's: undo then deletes ours.
-        before = vars(owner).get(name)
-        is_in_force = True
+        before, is_in_force = vars(owner).get(name), True  # None if the attribute is the class's
         is_method = isinstance(original, MethodType) and original.__self__ is owner
 
         @functools.wraps(original.__func__ if is_method else original)

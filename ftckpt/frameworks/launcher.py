@@ -25,7 +25,7 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import NoReturn
 
-from ftckpt import forks
+from ftckpt import config, forks
 from ftckpt.config import node_here
 from ftckpt.errors import ConfigError, FtckptError, written
 from ftckpt.memory import end_notes
@@ -129,13 +129,8 @@ def _static_name(env: Mapping[str, str]) -> str:
     working directory.
     """
     agent = agent_of(env)
-    if agent is None or "MASTER_ADDR" not in env:
-        return ""
-    words = agent.command
-    backends = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
-                if word.partition("=")[0].replace("_", "-") == "--rdzv-backend"]  # fmt: skip
     # Other backends choose a new port at each attempt, which would change the name.
-    if "--standalone" in words or {*backends, agent.env.get("PET_RDZV_BACKEND", "static")} != {"static"}:
+    if agent is None or "MASTER_ADDR" not in env or not is_static(env):
         return ""
     # The agent's directory: the script may change its own to one that only this attempt uses.
     script = agent.directory / sys.argv[0]
@@ -143,6 +138,17 @@ def _static_name(env: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr([str(fact) for fact in facts]).encode()).hexdigest()[:10]
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:40] or "job"
     return f"{stem}-{digest}"
+
+
+def is_static(env: Mapping[str, str]) -> bool:
+    """Whether torchrun uses its static rendezvous, which other nodes cannot join."""
+    agent = agent_of(env)
+    if agent is None:
+        return False
+    words = agent.command
+    backends = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=True)
+                if word.partition("=")[0].replace("_", "-") == "--rdzv-backend"]  # fmt: skip
+    return "--standalone" not in words and {*backends, agent.env.get("PET_RDZV_BACKEND", "static")} == {"static"}
 
 
 def _checked(name: str, origin: str) -> str:
@@ -175,18 +181,6 @@ def log_once(text: str, *args: object) -> None:
     # The launcher's variable: torch.distributed may not be initialised yet.
     if os.environ.get("RANK", "0") == "0":
         log.info(f"ftckpt: {text}", *args)
-
-
-def isolate() -> None:
-    """Isolates this attempt's rendezvous from earlier ones, and logs how.
-
-    Raises:
-        LaunchError: attempts share torchrun's store and it cannot be divided.
-    """
-    from ftckpt.frameworks.rendezvous import isolate_attempts
-
-    log_to_stderr()  # before the wait for the other ranks, which may fail
-    log_once("rendezvous: %s", isolate_attempts())
 
 
 def code_if_over(job: str | None = None) -> int | None:
@@ -245,22 +239,25 @@ def follow_uncaught() -> None:
         sys.excepthook = _ErrorHook(sys.excepthook)
 
 
+config.before_error.append(follow_uncaught)
+
+
 class _ErrorHook:
     """An exception hook around ``shown_by``, the previous one.
 
     A nested call only calls ``shown_by``: torch wraps the hook that it finds, so an error may reach two instances.
     """
 
-    _is_showing = False
+    is_showing = False
 
     def __init__(self, shown_by: Callable[..., object]) -> None:
         self._shown_by = shown_by
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _ErrorHook._is_showing or forks.is_child:
+        if _ErrorHook.is_showing or forks.is_child:
             self._shown_by(kind, error, trace)
             return
-        _ErrorHook._is_showing = True
+        _ErrorHook.is_showing = True
         try:
             if not issubclass(kind, KeyboardInterrupt):
                 blame = end_notes.CONSEQUENCE if is_of_another_rank(error) else end_notes.CAUSE
@@ -272,7 +269,7 @@ class _ErrorHook:
                 _go_on_after(error)
                 self._shown_by(kind, error, trace)
         finally:
-            _ErrorHook._is_showing = False
+            _ErrorHook.is_showing = False
 
 
 def refuse(error: FtckptError) -> int:

@@ -17,7 +17,7 @@ from ftckpt.errors import CaptureError
 Named = Callable[[], Iterator[tuple[str, object, torch.Tensor]]]
 """Yields all live tensors as (kind, name, tensor)."""
 
-_TABLES = attrgetter("_parameters", "_buffers")
+_TABLES = attrgetter("_parameters", "_buffers", "_modules")
 _values = methodcaller("values")
 
 
@@ -111,7 +111,7 @@ class _Look:
 
     def __init__(self, holders: Holders, inside: str) -> None:
         modules = [module for root in holders.modules for module in root.modules()]
-        tables = (table for module in modules for table in (*_TABLES(module), module._modules))
+        tables = (table for module in modules for table in _TABLES(module))
         # Empty tables are skipped: ``_registrations`` counts their first entries.
         self._tables = [table for table in tables if table]
         self._registered = _registrations.count

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from ftckpt.errors import LaunchError
+from ftckpt.frameworks.launcher import is_static, log_once, log_to_stderr
 
 if TYPE_CHECKING:  # torch.distributed has them too, but not for a type checker
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -130,6 +131,16 @@ def _comes(store: Store, key: str, secs: float) -> bool:
     return True
 
 
+def isolate() -> None:
+    """Isolates this attempt's rendezvous from earlier ones, and logs how.
+
+    Raises:
+        LaunchError: attempts share torchrun's store and it cannot be divided.
+    """
+    log_to_stderr()  # before the wait for the other ranks, which may fail
+    log_once("rendezvous: %s", isolate_attempts())
+
+
 def isolate_attempts(timeout_secs: float = 300.0) -> str:
     """Makes ``init_process_group`` of this attempt ignore the keys of earlier attempts; returns a description.
 
@@ -152,7 +163,7 @@ def isolate_attempts(timeout_secs: float = 300.0) -> str:
     name = _agree_through(host, port, rank, world_size, timeout_secs)
     # Agents keep the address of the first store. If another node becomes the first of the rendezvous, it opens a new
     # store, but older agents still give their ranks the old address.
-    if rank == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    if rank == 0 and os.environ.get("GROUP_WORLD_SIZE", "1") != "1" and not is_static(os.environ):
         logging.getLogger("ftckpt").warning(
             "ftckpt: torchrun shares one store among all attempts, so a replacement node cannot join the job; use "
             "ftckpt run, or %s on each node", REMEDY,

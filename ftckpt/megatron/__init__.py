@@ -14,17 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.errors import LayoutError
-from ftckpt.frameworks import entry
-from ftckpt.frameworks.launcher import log_once, world_size
-from ftckpt.model.layouts import Choice, JobSizes, Layouts, choose, layout_name
+from ftckpt.frameworks.launcher import world_size
+from ftckpt.megatron.job import door, require_layout
+from ftckpt.model.layouts import JobSizes, Layouts, choose
 
 if TYPE_CHECKING:
     from ftckpt.session.checkpointer import Checkpointer
-
-door = entry.Integration()
-# Process-wide, because the command line is rewritten long before a model is attached.
-_choice: Choice | None = None
 
 
 def configure(config: Config) -> None:
@@ -65,15 +60,6 @@ def choose_layout(
     return require_layout(choose(layouts, world_size() if ranks is None else ranks, job)).sizes
 
 
-def require_layout(choice: Choice) -> Choice:
-    """Logs a choice; from then on ``attach`` raises an error if the job was built in another layout."""
-    global _choice
-    if choice != _choice:
-        log_once("%s", choice)
-    _choice = choice
-    return choice
-
-
 def attach(
     model: Sequence[Any],
     optimizer: Any,
@@ -102,34 +88,6 @@ def attach(
     config = config or door.config
     if not config.enabled:
         return None
-    import megatron.core
+    from ftckpt.megatron import hooks
 
-    from ftckpt.frameworks import versions
-    from ftckpt.megatron import geometry, hooks
-    from ftckpt.megatron.optimizers import is_distributed
-    from ftckpt.megatron.state import MegatronState
-
-    hooks.check(model, optimizer)
-    untested = versions.admit("megatron-core", megatron.core.__version__, config)
-    hooks.install()
-    start = entry.start(
-        config, lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))), untested=untested
-    )
-    if config.layouts:
-        _check_layout(start.topology.layout)
-    state = start.build(lambda: MegatronState(model, optimizer, scheduler, objects or {}))
-    checkpointer = start.checkpointer(state)
-    hooks.follow(checkpointer, optimizer, state)
-    return checkpointer
-
-
-def _check_layout(layout: Mapping[str, Any]) -> None:
-    if _choice is None:
-        raise LayoutError(
-            "layouts are listed but none was chosen: call ftckpt.megatron.choose_layout before building the model"
-        )
-    if any(layout[axis] != size for axis, size in _choice.sizes.items()):
-        raise LayoutError(
-            f"layout {_choice.name} was chosen, but the model was built as {layout_name(layout)}: "
-            "build it with its sizes"
-        )
+    return hooks.attach(config, model, optimizer, scheduler, objects or {})

@@ -15,7 +15,6 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import ftckpt.megatron
@@ -23,28 +22,16 @@ from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
 from ftckpt.frameworks import entry, launcher
-from ftckpt.megatron import door
+from ftckpt.megatron.job import CORE, door, follower, is_patched, require_layout
 
 if TYPE_CHECKING:
     from ftckpt.megatron.charts import Charts
     from ftckpt.megatron.counters import Counters
-    from ftckpt.session.checkpointer import Checkpointer
-
-ALIAS = "ftckpt"
-"""The name under which a patched module imports this one."""
-CORE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer")
-"""The modules of megatron.core that are patched."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _counters: Counters | None = None
 _charts: Charts | None = None
-
-
-def is_patched(module: ModuleType) -> bool:
-    """Whether a module of Megatron is patched."""
-    # By identity: a script may have another object under this name.
-    return getattr(module, ALIAS, None) is sys.modules[__name__]
 
 
 def _ends_in_one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -80,7 +67,7 @@ def _choose_layout(config: Config) -> None:
         from ftckpt.megatron.layouts import rewrite
 
         sys.argv[1:], choice = rewrite(sys.argv[1:], config.layouts, launcher.world_size())
-        ftckpt.megatron.require_layout(choice)
+        require_layout(choice)
 
 
 @_ends_in_one_line
@@ -106,8 +93,10 @@ def switch_on(config: Config) -> None:
     """
     door.config = config
     if config.enabled:
+        from ftckpt.frameworks.rendezvous import isolate
+
         entry.prepare_storage(config)
-        launcher.isolate()
+        isolate()
 
 
 @_ends_in_one_line
@@ -172,18 +161,6 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
         door.checkpointer.step(iteration)
         if _charts is not None:
             _charts.draw(door.checkpointer, iteration)
-
-
-def follower(forward_only: bool) -> Checkpointer | None:
-    """The checkpointer for a schedule that starts to run; None if none is attached, or for an evaluation."""
-    if door.checkpointer is None:
-        return None
-    if forward_only:
-        door.checkpointer.pause()
-        return None
-    if door.state is not None:
-        door.state.late_changes.begin()
-    return door.checkpointer
 
 
 def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:

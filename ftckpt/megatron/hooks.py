@@ -5,20 +5,14 @@ In megatron.core the three schedule functions and the optimizer's step are wrapp
 the field and scripts may leave it None; ``config.timers`` may be shared with other code. So each run of a schedule
 wraps the current values of these fields and restores them afterwards.
 
-In Megatron-LM's train loop (``megatron.training``) five functions are wrapped. The loop looks them up in their module
-at run time, so wrapping the module's attribute is enough.
-
 A patched module (patches/) is not wrapped. In both cases functions that evaluate, save and load are wrapped while a
 checkpointer is attached, to exclude their time from the cost of snapshots.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import megatron.core
@@ -26,11 +20,12 @@ from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
-from ftckpt.frameworks import versions
+from ftckpt.config import Config
+from ftckpt.frameworks import entry, versions
 from ftckpt.frameworks.hooks import Hook
-from ftckpt.frameworks.launcher import log_once
-from ftckpt.megatron import callbacks, door, phases
-from ftckpt.megatron.optimizers import leaf_optimizers
+from ftckpt.megatron import geometry, phases
+from ftckpt.megatron.job import check_layout, door, follower, is_patched
+from ftckpt.megatron.optimizers import is_distributed, leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 from ftckpt.session.checkpointer import Checkpointer
 
@@ -50,8 +45,24 @@ _PAUSES = (
 """Functions of ``megatron.training.training`` during which training pauses; a release may lack some."""
 _OF_SCHEDULES = ("model", "num_microbatches", "forward_only")
 """Arguments of schedules that are read by name."""
-_BOUNDARY = tuple(inspect.signature(callbacks.boundary).parameters)
-"""Arguments of ``checkpoint_and_decide_exit`` that are passed to the callback."""
+
+
+def attach(
+    config: Config, model: Sequence[Any], optimizer: Any, scheduler: Any, objects: Mapping[str, Any]
+) -> Checkpointer:
+    """Creates and hooks the checkpointer of ``ftckpt.megatron.attach``. Collective."""
+    check(model, optimizer)
+    untested = versions.admit("megatron-core", megatron.core.__version__, config)
+    install()
+    start = entry.start(
+        config, lambda: (geometry.coordinates(), geometry.layout_sizes(is_distributed(optimizer))), untested=untested
+    )
+    if config.layouts:
+        check_layout(start.topology.layout)
+    state = start.build(lambda: MegatronState(model, optimizer, scheduler, objects))
+    checkpointer = start.checkpointer(state)
+    follow(checkpointer, optimizer, state)
+    return checkpointer
 
 
 def check(model: Any, optimizer: Any) -> None:
@@ -74,28 +85,7 @@ def install() -> None:
     versions.require(_release(), schedules, dict.fromkeys(_SCHEDULES, _OF_SCHEDULES))
     door.is_installed = True
     for name in _SCHEDULES:
-        _wrap_once(schedules, name, _run_schedule)
-
-
-def install_in_train_loop() -> None:
-    """Wraps the train loop unless it is patched or missing: the wheel of megatron-core has none.
-
-    Raises:
-        UnsupportedError: a function to wrap is missing or has other arguments.
-    """
-    names = list(callbacks.CORE)
-    if importlib.util.find_spec("megatron.training") is not None:
-        names += [f"megatron.training.{module}" for module in ("arguments", "initialize", "training")]
-        for module, function, around in (
-            ("arguments", "add_megatron_arguments", _add_flags),
-            ("training", "setup_model_and_optimizer", _restore),
-            ("training", "train", _set_rng),
-            ("training", "training_log", _log_sums),
-            ("training", "checkpoint_and_decide_exit", _boundary),
-        ):
-            _wrap_once(importlib.import_module(f"megatron.training.{module}"), function, around)
-    if patched := [name for name in names if callbacks.is_patched(importlib.import_module(name))]:
-        log_once("no run-time hooks in patched modules: %s", ", ".join(patched))
+        wrap_once(schedules, name, _run_schedule)
 
 
 def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> None:
@@ -118,7 +108,7 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
             checkpointer.pause()
         return original(*args, **kwargs)
 
-    if not callbacks.is_patched(optimizer_module):
+    if not is_patched(optimizer_module):
         door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
     training = sys.modules.get("megatron.training.training")
     for name in _PAUSES:
@@ -131,12 +121,15 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
             door.hooks.undo.append(handle.remove)
 
 
-def _wrap_once(module: Any, name: str, around: Callable[..., Any]) -> None:
-    if callbacks.is_patched(module) or door.patches.has(module, name):
-        return
-    # At start, because an error at the first boundary would be late.
-    versions.require(_release(), module, {name: _BOUNDARY if around is _boundary else ()})
-    door.patches.wrap(module, name, around)
+def wrap_once(module: Any, name: str, around: Callable[..., Any], arguments: Sequence[str] = ()) -> None:
+    """Wraps a function of Megatron unless it is patched or wrapped; ``arguments`` are those that ``around`` reads.
+
+    Raises:
+        UnsupportedError: the function is missing or has other arguments: at the first boundary it would be late.
+    """
+    if not is_patched(module) and not door.patches.has(module, name):
+        versions.require(_release(), module, {name: arguments})
+        door.patches.wrap(module, name, around)
 
 
 def _release() -> str:
@@ -144,7 +137,7 @@ def _release() -> str:
 
 
 def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
-    checkpointer = callbacks.follower(kwargs.get("forward_only", False))
+    checkpointer = follower(kwargs.get("forward_only", False))
     if checkpointer is None:
         return original(**kwargs)
     model = kwargs["model"]
@@ -156,34 +149,3 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
         return original(**kwargs)
     finally:
         config.finalize_model_grads_func, config.timers = before
-
-
-def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
-    return callbacks.add_flags(original(parser))
-
-
-def _restore(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    model, optimizer, scheduler = original(*args, **kwargs)
-    callbacks.restore(model, optimizer, scheduler)
-    return model, optimizer, scheduler
-
-
-def _set_rng(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    callbacks.set_rng()
-    return original(*args, **kwargs)
-
-
-def _log_sums(
-    original: Callable[..., Any], loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any
-) -> Any:
-    first = callbacks.log_sums(loss_dict, total_loss_dict, kwargs.get("is_first_iteration", False))
-    if "is_first_iteration" in inspect.signature(original).parameters:  # 0.15 has none
-        kwargs["is_first_iteration"] = first
-    return original(loss_dict, total_loss_dict, *args, **kwargs)
-
-
-def _boundary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Bound by name: releases differ in the arguments between these.
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    callbacks.boundary(*(given[name] for name in _BOUNDARY))
-    return original(*args, **kwargs)

@@ -10,25 +10,17 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from ftckpt.errors import MismatchError
-from ftckpt.frameworks import schedulers
 from ftckpt.frameworks import torch_state as generators
-from ftckpt.frameworks.extra_state import ExtraState
-from ftckpt.frameworks.flags import TrainingFlags
-from ftckpt.frameworks.generators import as_object, generators_in
-from ftckpt.frameworks.late_changes import LateChanges
-from ftckpt.frameworks.live_tensors import Holders, LiveTensors
-from ftckpt.frameworks.optimizers import save_groups, state_tensors
+from ftckpt.frameworks.live_state import LiveState, Rng
 from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces, unwrapped, whole_piece
-from ftckpt.frameworks.torch_state import Stateful, load_all, load_all_reshaped, save_all
+from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.fp8 import ScalingState
 from ftckpt.megatron.geometry import Geometry, place_tensors
 from ftckpt.model.training_state import Description, Piece
 
-_FLAGS = "ftckpt.flags"
 
-
-class MegatronState:
+class MegatronState(LiveState):
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
     Optimizer-updated: the optimizers' state and parameters, and frozen parameters. Mutable: module buffers: those in
@@ -40,6 +32,8 @@ class MegatronState:
         UnsupportedError: an optimizer or an FP8 setting is not supported.
     """
 
+    replaced_remedy = "attach ftckpt after the last load, and write into tensors instead of replacing them"
+
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
     ) -> None:
@@ -47,21 +41,12 @@ class MegatronState:
         self._chunks: list[Any] = [unwrap_model(chunk) for chunk in model]
         self._leaves = optimizers.leaf_optimizers(optimizer)
         self._scaling = ScalingState(self._chunks)
-        self._extra = [ExtraState(chunk, apart=self._scaling.has) for chunk in self._chunks]
-        self._scheduler = scheduler
-        self._objects = {name: as_object(value) for name, value in objects.items()}
-        self._objects |= generators_in(self._named_modules())
-        self._live = LiveTensors(self._live_tensors, self._holders)
-        self.late_changes = LateChanges(self._changing, "call step() last in each iteration")
-        self._rng: Mapping[str, Any] | None = None
-        self._built: Mapping[str, Any] | None = None
+        roots = {f"{index}.": chunk for index, chunk in enumerate(self._chunks)}
+        inner = [leaf.optimizer for leaf in self._leaves]
+        rng = Rng(save_rng, load_rng, derive_rng)
+        super().__init__(roots, objects, lambda: scheduler, lambda: inner, rng=rng, apart=self._scaling.has)
 
-    def describe(self) -> Description:
-        if self._built is None:
-            # The states from the job's own setup, before a restore: ``derive_rng`` derives from these.
-            self._built = save_rng()
-        for extra in self._extra:
-            extra.refuse()
+    def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         for module in (module for chunk in self._chunks for module in chunk.modules()):
             if hasattr(module, "_maintain_float32_expert_bias"):
                 # In its first forward a router replaces its bias by an fp32 buffer; do it before the description.
@@ -75,34 +60,16 @@ class MegatronState:
         volatile = tuple(self._buffers(geometry))
         keys = {p.fragment.key for p in stepped if p.fragment.global_shape[0] > 1}  # a step is one number
         padded = frozenset(key for key in keys if key.partition("/")[2] in geometry.padded)
-        if _FLAGS not in self._objects:
-            parameters = ((places[0].key, parameter) for parameter, places in geometry.parameters.items())
-            self._objects[_FLAGS] = TrainingFlags(parameters, self._named_modules())
-        # Last: ``check`` must know the addresses of tensors created above.
-        self._live.note()
-        return Description(tuple(stepped), volatile, padded, self._scaling.room_bytes)
+        parameters = ((places[0].key, parameter) for parameter, places in geometry.parameters.items())
+        return Description(tuple(stepped), volatile, padded, self._scaling.room_bytes), parameters
 
-    def save_objects(self) -> dict[str, Any]:
-        """See TrainingState.
-
-        Raises:
-            CaptureError: a tensor was replaced since ``describe``.
-            UnsupportedError: a module has extra state that was not described.
-        """
-        for extra in self._extra:
-            extra.look_again()
-        self._live.check("attach ftckpt after the last load, and write into tensors instead of replacing them")
-        self.late_changes.boundary()
+    def _save(self) -> dict[str, Any]:
         return {
-            "rng": save_rng(),
             "optimizers": [optimizers.save_hyperparameters(leaf) for leaf in self._leaves],
-            "scheduler": schedulers.save(self._scheduler),
             "fp8": self._scaling.save(),
-            "objects": save_all(self._objects),
         }
 
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        schedulers.load(self._scheduler, objects["scheduler"])  # first: it writes learning rates
+    def _load(self, objects: Mapping[str, Any]) -> None:
         if len(objects["optimizers"]) != len(self._leaves):
             raise MismatchError(
                 f"the snapshot has {len(objects['optimizers'])} optimizers but this job has {len(self._leaves)}: use "
@@ -111,16 +78,10 @@ class MegatronState:
         for leaf, saved in zip(self._leaves, objects["optimizers"], strict=True):
             optimizers.load_hyperparameters(leaf, saved)
         self._scaling.load([objects["fp8"]])
-        load_all(self._objects, objects["objects"])
-        self._rng = objects["rng"]
 
-    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        assert self._built is not None, "describe comes first"
-        schedulers.load(self._scheduler, objects[0]["scheduler"])
+    def _load_reshaped(self, objects: Sequence[Mapping[str, Any]]) -> None:
         optimizers.load_reshaped(self._leaves, [optimizer for saved in objects for optimizer in saved["optimizers"]])
         self._scaling.load([saved["fp8"] for saved in objects])
-        load_all_reshaped(self._objects, [saved["objects"] for saved in objects])
-        self._rng = derive_rng(self._built, iteration)
 
     def finish_load(self) -> None:
         """Gathers the parts of parameters that other data-parallel ranks own, then sets RNG."""
@@ -132,18 +93,8 @@ class MegatronState:
         self.set_rng()
 
     def set_rng(self) -> None:
-        """Sets RNG to the loaded state; repeated after code that draws random numbers before training."""
-        if self._rng is not None:
-            load_rng(self._rng)
+        super().set_rng()
         self.late_changes.boundary()
-
-    def _changing(self) -> dict[str, Any]:
-        return {
-            "random numbers": save_rng(),
-            "the scheduler": schedulers.save(self._scheduler),
-            "parameter groups": [save_groups(leaf.optimizer) for leaf in self._leaves],
-            **{name: one.state_dict() for name, one in self._objects.items() if not name.startswith("ftckpt.")},
-        }
 
     def _buffers(self, geometry: Geometry) -> Iterator[Piece]:
         """Pieces of buffers; those in Megatron's checkpoints are the model's, others (token counts) the rank's."""
@@ -154,20 +105,6 @@ class MegatronState:
                         yield Piece(fragment, view)
                 else:
                     yield whole_piece(f"local/{index}.{name}", buffer)
-
-    def _named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for index, chunk in enumerate(self._chunks):
-            yield from ((f"{index}.{name}", module) for name, module in unwrapped(chunk.named_modules()))
-
-    def _holders(self) -> Holders:
-        return Holders(self._chunks, [leaf.optimizer for leaf in self._leaves])
-
-    def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
-        for index, leaf in enumerate(self._leaves):
-            yield from state_tensors(leaf.optimizer, index)
-        for index, chunk in enumerate(self._chunks):
-            yield from (("parameter", (index, name), tensor) for name, tensor in chunk.named_parameters())
-            yield from (("buffer", (index, name), tensor) for name, tensor in chunk.named_buffers())
 
 
 def save_rng() -> dict[str, Any]:

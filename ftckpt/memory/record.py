@@ -44,13 +44,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from ftckpt.array_types import Words
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.model.snapshot import SnapshotId
-
-Words = npt.NDArray[np.uint64]
 
 HEADER_BYTES = 512
 RECORD_BYTES = 64

@@ -142,7 +142,7 @@ class CheckpointTransaction:
 
     def __init__(self, storage: Storage, snapshot: SnapshotId, node: str) -> None:
         self.folder = folder_of(snapshot.iteration)
-        self._storage, self._snapshot, self._node = storage, snapshot, node
+        self.snapshot, self.node, self._storage = snapshot, node, storage
         self._files: list[CheckpointFile] = []
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> CheckpointFile:
@@ -154,7 +154,7 @@ class CheckpointTransaction:
                 checksum.update(chunk)
                 yield chunk
 
-        full_name = f"{_prefix(self._snapshot.lineage)}{name}"
+        full_name = f"{_prefix(self.snapshot.lineage)}{name}"
         nbytes = self._storage.write(f"{self.folder}/{full_name}", hashed())
         file = CheckpointFile(full_name, nbytes, checksum.hexdigest())
         self._files.append(file)
@@ -162,12 +162,12 @@ class CheckpointTransaction:
 
     def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
         """Writes this node's mark: all its files are durable. ``parts`` are JSON values for the manifest."""
-        mark = NodeCommitMarker(self._node, tuple(self._files), parts, lineage)
-        self._storage.put(f"{self._marks}{self._node}", codec.encode(mark))
+        mark = NodeCommitMarker(self.node, tuple(self._files), parts, lineage)
+        self._storage.put(f"{self._marks}{self.node}", codec.encode(mark))
 
     def own_mark(self) -> NodeCommitMarker | None:
         """This node's mark, if it exists: then the commit on another node may already rely on its files."""
-        return self._mark(f"{self._marks}{self._node}")
+        return self._mark(f"{self._marks}{self.node}")
 
     def lacks(self, *marks: NodeCommitMarker) -> CheckpointFile | None:
         """A file named by ``marks`` that is missing or of another size, if any."""
@@ -200,15 +200,15 @@ class CheckpointTransaction:
                 return False
             self._storage.put(path, manifest)  # atomic: readers find the old manifest or the new one
         named = latest(self._storage)
-        if named is None or named < self._snapshot.iteration:
-            name_latest(self._storage, self._snapshot.iteration)
+        if named is None or named < self.snapshot.iteration:
+            name_latest(self._storage, self.snapshot.iteration)
         with contextlib.suppress(StorageError):  # ``sweep`` removes them later
             self._storage.remove(_beginning(self._storage, self.folder, self._marks))
         return True
 
     def abandon(self) -> None:
         """Removes the files of all nodes, which must have stopped writing."""
-        names = _beginning(self._storage, self.folder, files_prefix(self._snapshot))
+        names = _beginning(self._storage, self.folder, files_prefix(self.snapshot))
         self._storage.remove([name for name in names if _is_ours(name)])
 
     def _mark(self, name: str) -> NodeCommitMarker | None:
@@ -218,7 +218,7 @@ class CheckpointTransaction:
 
     @property
     def _marks(self) -> str:
-        return f"{files_prefix(self._snapshot)}{_DONE}."
+        return f"{files_prefix(self.snapshot)}{_DONE}."
 
     def _require(self, marks: Mapping[str, NodeCommitMarker]) -> None:
         if file := self.lacks(*marks.values()):

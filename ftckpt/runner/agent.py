@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
 from ftckpt.runner.preload import Preloader
-from ftckpt.runner.rendezvous import drop_ended, leave, look_often
+from ftckpt.runner.rendezvous import drop_ended, leave, poll_often
 from ftckpt.runner.workers import Workers
 
 # Attributes of these modules are replaced while torch's launcher runs.
@@ -30,7 +30,7 @@ _agent: Any = importlib.import_module("torch.distributed.elastic.agent.server.lo
 
 _IMPORTS = "ftckpt.imports"
 """Key in the store of the rendezvous."""
-_LOOK_SECS = 1.0
+_POLL_SECS = 1.0
 """Maximum interval between polls of the preloader."""
 
 
@@ -41,7 +41,7 @@ class Agent(LocalElasticAgent):
         super().__init__(**settings)
         self._preloader = preloader
         handler: Any = self._worker_group.spec.rdzv_handler
-        look_often(handler, self._look)
+        poll_often(handler, self._poll_server)
         preloader.env["TORCHELASTIC_RUN_ID"] = handler.get_run_id()  # assigns a standby's server to this launcher
         self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
         drop_ended(handler, self._shared)
@@ -62,17 +62,17 @@ class Agent(LocalElasticAgent):
             leave(self._worker_group.spec.rdzv_handler)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._look()
+        self._poll_server()
         self._wait()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state is WorkerState.FAILED and self._is_hopeless():
             self._remaining_restarts = 0
         return result
 
-    def _look(self) -> None:
+    def _poll_server(self) -> None:
         """Polls the server. A standby preloads other nodes' imports, which the first node publishes in the store."""
         preloader, store = self._preloader, self._shared
-        preloader.look()
+        preloader.poll()
         size = notes.size_of_imports(preloader.directory)
         if store is None or size != preloader.served_size:
             return
@@ -89,7 +89,7 @@ class Agent(LocalElasticAgent):
         workers = self._pcontext.wakers() if isinstance(self._pcontext, Workers) else ()
         for fd in (*self._preloader.wakers(), *workers):
             poll.register(fd, select.POLLIN)
-        poll.poll(min(self._interval_secs, _LOOK_SECS) * 1000)
+        poll.poll(min(self._interval_secs, _POLL_SECS) * 1000)
 
     def _is_hopeless(self) -> bool:
         """Whether another attempt would fail as well: a worker reported so, or failed twice at the same line before
@@ -123,11 +123,9 @@ def launch(words: Sequence[str]) -> None:
     """
     parser = torchrun.get_args_parser()
     parser.prog = "ftckpt run"
-    parser.add_argument(
-        "--preload", action=from_environment, default="", metavar="MODULE,...",
-        help="Modules to preload for restarted workers, in addition to those that earlier attempts have imported; "
-        "off: start all workers as new processes.",
-    )  # fmt: skip
+    text = "Modules to preload for restarted workers, in addition to those that earlier attempts have imported; "
+    text += "off: start all workers as new processes."
+    parser.add_argument("--preload", action=from_environment, default="", metavar="MODULE,...", help=text)
     args = parser.parse_args(words)
     # Otherwise attempts share one store, in which restarted workers read the addresses of dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -39,7 +39,7 @@ class AgentRing:
         self._listener.setblocking(False)
         store.set(f"{_PORT}/{me}", str(self._listener.getsockname()[1]))
 
-    def look(self, agents: Iterable[Any]) -> None:
+    def poll(self, agents: Iterable[Any]) -> None:
         """Updates ``ended``; never waits for another agent."""
         with suppress(OSError):  # until no connection is pending
             while True:

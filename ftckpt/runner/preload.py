@@ -40,7 +40,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        self._server.hear()
+        self._server.receive()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -49,7 +49,7 @@ class ForkedProcess:
         while (code := self.poll()) is None:
             if time.monotonic() >= end:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
-            self._server.hear(end - time.monotonic())
+            self._server.receive(end - time.monotonic())
         return code
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
@@ -72,15 +72,14 @@ class ForkServer:
         self._options = _options(env)
         ours, theirs = socket.socketpair()
         self.channel = ServerChannel(ours)
+        env = {**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # NVML is fork-safe
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "ftckpt.runner.server", str(theirs.fileno()), str(os.getpid())],
-                # Checks for CUDA by NVML, which is fork-safe.
-                env={**env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}, pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
+            ends = theirs.fileno(), os.getpid()
+            command = [sys.executable, "-u", "-m", "ftckpt.runner.server", *map(str, ends)]
+            self._process = subprocess.Popen(command, env=env, pass_fds=ends[:1], start_new_session=True)
         self.channel.send(order)
 
-    def hear(self, timeout_secs: float = 0.0) -> None:
+    def receive(self, timeout_secs: float = 0.0) -> None:
         """Processes messages of the server; waits at most ``timeout_secs`` for the first one."""
         for message in self.channel.receive(timeout_secs):
             if "ended" in message:
@@ -103,7 +102,7 @@ class ForkServer:
         while not self._answers:
             if self.channel.is_closed or time.monotonic() > end:
                 raise RefusedError("the server has ended" if self.channel.is_closed else "the server is unresponsive")
-            self.hear(end - time.monotonic())
+            self.receive(end - time.monotonic())
         answer = self._answers.pop()
         if "refused" in answer:
             raise RefusedError(answer["refused"])
@@ -146,21 +145,21 @@ class Preloader:
         """The server for a new attempt, if one is ready; ``env`` is the environment that its workers share."""
         while self._retired:  # the workers of earlier attempts have ended
             self._retired.pop().close()
-        self.look()
+        self.poll()
         self.env, self._passes_left, self._grown = dict(env), _MOST_PASSES, time.monotonic()
         if self._ready is None and self.served_size:
             self._log.info("ftckpt: workers are started as new processes: no server has imported their modules yet")
         return self._ready
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Polls servers and starts one if needed; called often, never waits."""
         if self._ready is not None:
-            self._ready.hear()
+            self._ready.receive()
             if self._ready.channel.is_closed:
                 self._log.warning("ftckpt: the server from which workers are forked has ended; starting another one")
                 self.drop()
         if self._coming is not None:
-            self._coming.hear()
+            self._coming.receive()
             if self._coming.report is not None or self._coming.channel.is_closed:
                 self._take(self._coming)
         size = notes.size_of_imports(self.directory)
@@ -218,10 +217,8 @@ class Preloader:
         served_size = self.served_size
         self.drop()
         self._ready, self.served_size = server, served_size
-        self._log.info(
-            "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from this server",
-            server.report["modules"], server.report["mib"],
-        )  # fmt: skip
+        text = "ftckpt: %d modules are preloaded (%d MiB): a restart forks its workers from this server"
+        self._log.info(text, server.report["modules"], server.report["mib"])
 
     def _log_left_out(self) -> None:
         if len(self._left_out) == self._num_logged:

@@ -25,7 +25,7 @@ _LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 _NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive")
 
 
-def look_often(handler: Any, meanwhile: Callable[[], None]) -> None:
+def poll_often(handler: Any, meanwhile: Callable[[], None]) -> None:
     """Makes ``handler`` detect joining agents within a fraction of a second, and call ``meanwhile`` while it waits.
 
     A waiting agent reads the state of all agents, so the store's traffic grows with the square of their number. The
@@ -87,7 +87,7 @@ def drop_ended(handler: Any, store: Any) -> None:
 
         def drop_and_sanitize() -> None:
             heartbeats = holder.state.last_heartbeats
-            ring.look(heartbeats)
+            ring.poll(heartbeats)
             if ended := heartbeats.keys() & ring.ended:
                 heartbeats.update(dict.fromkeys(ended, _LONG_AGO))
                 holder.mark_dirty()  # publishes what only this agent has detected

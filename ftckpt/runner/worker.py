@@ -35,9 +35,8 @@ from ftckpt.session.gc_pause import imports_that_stay
 
 _EARLY_SECS = 300.0
 """A script that fails after this time is assumed to have made progress."""
-_FAILS_ALIKE = (
-    SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, LookupError, AssertionError,
-)  # fmt: skip
+_FAILS_ALIKE: tuple[type[Exception], ...] = (SyntaxError, ImportError, NameError, AttributeError)
+_FAILS_ALIKE += (TypeError, ValueError, LookupError, AssertionError)
 """Errors of the script itself; errors of files, networks and devices may not recur at the next attempt."""
 
 
@@ -57,9 +56,8 @@ class _Frameworks:
             self._megatron()
             self._train_loop()
         elif not framework:
-            ImportWatch({
-                "megatron.core": self._megatron, "megatron.training": self._train_loop, "deepspeed": self._deepspeed,
-            }).install()  # fmt: skip
+            megatron = {"megatron.core": self._megatron, "megatron.training": self._train_loop}
+            ImportWatch({**megatron, "deepspeed": self._deepspeed}).install()
 
     def close(self) -> None:
         """Closes the integrations after the script has succeeded."""
@@ -77,18 +75,20 @@ class _Frameworks:
 
     def _train_loop(self, _: ModuleType | None = None) -> None:
         if ftckpt.megatron.door.config.enabled:
-            from ftckpt.megatron import hooks
+            from ftckpt.megatron import train_loop
 
-            hooks.install_in_train_loop()
+            train_loop.install()
 
     def _deepspeed(self, _: ModuleType | None = None) -> None:
         if self._closers:  # Megatron trains, and another module has imported DeepSpeed
             return
+        from ftckpt.frameworks.rendezvous import isolate
+
         section.configure(self._settings)
         # Engines are destroyed after errors as well; only the runner knows how the script ends.
-        active_engine.leave_the_end_to_the_runner()
+        active_engine.is_ended_by_runner = True
         entry.prepare_storage(section.foreseen(self._arguments))
-        launcher.isolate()  # always, because the JSON that may switch ftckpt on is not read yet
+        isolate()  # always, because the JSON that may switch ftckpt on is not read yet
         self._closers.append(ftckpt.deepspeed.close)
 
 

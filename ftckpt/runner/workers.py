@@ -51,12 +51,12 @@ class Workers(SubprocessContext):
         handlers: dict[int, Any] = {}
         try:
             for rank, env in self.envs.items():
-                order = {
-                    "env": {**os.environ, **env}, "words": [str(word) for word in self.args[rank][1:]],
-                    "stdout": self.stdouts[rank], "stderr": self.stderrs[rank],
-                    "directory": str(self._preloader.directory), "records": rank == 0,
-                }  # fmt: skip
-                handlers[rank] = server.fork(order)
+                order: dict[str, Any] = {
+                    "env": {**os.environ, **env},
+                    "words": [str(word) for word in self.args[rank][1:]],
+                }
+                order |= {"stdout": self.stdouts[rank], "stderr": self.stderrs[rank], "records": rank == 0}
+                handlers[rank] = server.fork({**order, "directory": str(self._preloader.directory)})
         except RefusedError as refusal:
             log_to_stderr().warning("ftckpt: workers are started as new processes: %s", refusal)
             for handler in handlers.values():

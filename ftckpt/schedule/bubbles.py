@@ -139,7 +139,7 @@ class Bubbles:
             self._places.clear()
 
     def enter(self, index: int, kind: str, gate: Moment) -> None:
-        """Enter place ``index`` of the iteration. Holds the lock only while ``_turn`` counts."""
+        """Enter place ``index`` of the iteration. Holds the lock only while ``next_turn`` counts."""
         # Read without the lock: until the training thread's next ``begin``, no turn is awaited or left.
         if self._moving and (self._plan is None or self._left <= 0):
             return
@@ -164,14 +164,15 @@ class Bubbles:
     def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
         with self._changed:
             while not hurry.is_set():
-                turn = self._turn(sizes)
+                turn = self.next_turn(sizes)
                 if turn is not None:
                     return turn
                 self._changed.wait(_POLL_SECS)
             # Not counted: this may be a dropped snapshot's copier after the next snapshot has started.
             return Turn(count=len(sizes))
 
-    def _turn(self, sizes: Sequence[int]) -> Turn | None:
+    def next_turn(self, sizes: Sequence[int]) -> Turn | None:
+        """The turn that can be taken now, None: none. The caller has the lock, or is alone."""
         if self._plan is None or sizes[0] == 0:
             count = len(sizes) if self._plan is None else 1
             return Turn(count=count) if self._moving else None

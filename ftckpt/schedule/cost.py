@@ -3,7 +3,7 @@
 It includes the waits at the boundary and in the fence, and the slowdown by concurrent copies, checksums and parity;
 flushes are measured in the same way. All iterations are training's own. An iteration is near a snapshot until the
 snapshot is protected, if that takes longer than usual: on a host without idle cores it may take dozens. If the
-interval is too short for any to be far from a snapshot, ``ftckpt.schedule.auto_interval`` extends it now and then.
+interval is too short for any to be far from a snapshot, ``ftckpt.schedule.interval_control`` extends it now and then.
 Iterations are compared with their neighbours, and the cost is the median of many comparisons: other load on the
 machine affects both sides of one, or few of them.
 """

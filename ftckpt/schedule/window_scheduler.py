@@ -6,8 +6,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ftckpt.config import Config
 from ftckpt.events import Events
@@ -47,23 +48,34 @@ class Copies(Protocol):
         """Whether all copies have finished."""
 
 
-class IterationMarks(NamedTuple):
-    """An iteration that the host has finished; the device may still execute it.
+@dataclass
+class IterationMarks:
+    """An iteration as the host marks it; the device may execute it later.
 
-    ``began``: wall-clock time at its first boundary. ``snapshot``: the iteration whose state was copied last,
-    ``place``: boundaries since then. ``flushing``: a flush was under way. ``pauses``: start and end of each time
-    span in which training was paused. ``target``: the iteration of the snapshot that was being protected, -1: none.
+    ``began``: wall-clock time at its first boundary. ``marks``: kind and start of each span. ``flushing``: a flush
+    was under way. ``target``: the iteration of the snapshot that was being protected, -1: none. ``snapshot``: the
+    iteration whose state was copied last, ``place``: boundaries since then. ``copies``: those that started in it.
+    ``pauses``: start and end of each time span in which training was paused; ``paused``: the start of the current
+    one. ``end``: its last boundary.
     """
 
     began: float
-    marks: Sequence[tuple[str, Moment]]
-    end: Moment
-    copies: Copies | None
-    snapshot: int
-    place: int
-    flushing: bool
-    pauses: Sequence[tuple[Moment, Moment]]
-    target: int
+    marks: list[tuple[str, Moment]]
+    flushing: bool = False
+    target: int = -1
+    snapshot: int = -1
+    place: int = 0
+    copies: Copies | None = None
+    pauses: list[tuple[Moment, Moment]] = field(default_factory=list)
+    paused: Moment | None = None
+    end: Moment = None
+
+    def finish(self, end: Moment) -> bool:
+        """Note the last boundary; returns whether the iteration can be timed: marks are missing while a graph is
+        captured."""
+        self.end = end
+        moments = [end, *[mark for _, mark in self.marks], *chain.from_iterable(self.pauses)]
+        return bool(self.marks) and None not in moments
 
 
 def _leaves_timeline(number: int) -> bool:
@@ -82,27 +94,20 @@ class WindowScheduler:
     def __init__(
         self, config: Config, clock: Clock, events: Events, coords: Mapping[str, int], speaks: bool = True
     ) -> None:
-        self._config = config
-        self._coords = dict(coords)
+        self._config, self._coords = config, dict(coords)
         self.clock = clock
         self._events = events
         self._bubbles = Bubbles(clock.on_device) if config.schedule == "bubble" else None
         self._profile = Profile()
         self._plan: WindowPlan | None = None
-        self._outdated = True  # the plan is older than the last measurement
-        self._marks: list[tuple[str, Moment]] = []
-        self._began = 0.0
-        self._copies: Copies | None = None
-        self._snapshot, self._place = -1, 0
-        self._flushing, self._target = False, -1
-        self._paused: Moment | None = None  # the start of the current pause
-        self._pauses: list[tuple[Moment, Moment]] = []
+        self._current = IterationMarks(0.0, [])
         self.intervals = IntervalControl(config, speaks, events.announce)
         """This rank's requests for the intervals; ``speaks``: see there."""
         # On overflow the oldest is dropped: it is too old to matter by the time the device finishes it.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_RATES)
-        self._capacity = 0
+        self.capacity_bytes = 0
+        """Bytes that can be copied in the windows of one iteration; 0 until measured."""
         self._places = 0
         self._provide(_PLACES)
 
@@ -110,11 +115,6 @@ class WindowScheduler:
     def windows(self) -> Windows:
         """The source of turns to copy chunks."""
         return self._bubbles or Always()
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes that can be copied in the windows of one iteration; 0 until measured."""
-        return self._capacity
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """Give a model of the schedule, see ``Profile.expect``."""
@@ -124,60 +124,54 @@ class WindowScheduler:
     def enter(self, kind: str) -> None:
         """Enter a span of ``kind``; ignored between the fence and the next boundary."""
         self._resume()
+        marks = self._current.marks
         # Integrations may report one span twice. After the fence copies are done: nothing there is a window.
-        if not self._marks or self._marks[-1][0] in (kind, "optimizer"):
+        if not marks or marks[-1][0] in (kind, "optimizer"):
             return
         mark = self.clock.mark()
-        self._marks.append((kind, mark))
+        marks.append((kind, mark))
         if self._bubbles is not None:
-            self._bubbles.enter(len(self._marks) - 1, kind, mark)
+            self._bubbles.enter(len(marks) - 1, kind, mark)
 
     def pause(self) -> None:
         """Pause until the next span, as for an evaluation or a save: that time must not count as a cost of a snapshot
         at the same boundary."""
-        if self._paused is None and self._marks:
-            self._paused = self.clock.mark()
+        if self._current.paused is None and self._current.marks:
+            self._current.paused = self.clock.mark()
 
     def _resume(self) -> None:
-        if self._paused is not None:
-            self._pauses.append((self._paused, self.clock.mark()))
-            self._paused = None
+        if self._current.paused is not None:
+            self._current.pauses.append((self._current.paused, self.clock.mark()))
+            self._current.paused = None
 
     def boundary(self, flushing: bool = False, target: int = -1) -> None:
         """End an iteration and start the next, ``flushing`` if a flush is under way, ``target`` the iteration of the
         snapshot that is being protected (-1: none)."""
         self._resume()
-        end = self.clock.mark()
-        moments = [end, *[mark for _, mark in self._marks], *chain.from_iterable(self._pauses)]
-        self._place = 0 if self._copies is not None else self._place + 1
-        # Marks are missing while a graph is captured: such an iteration cannot be timed.
-        if self._marks and None not in moments:
-            self._pending.append(
-                IterationMarks(
-                    self._began, self._marks, end, self._copies, self._snapshot, self._place, self._flushing,
-                    self._pauses, self._target,
-                )
-            )  # fmt: skip
-        self._pauses = []
-        self._flushing, self._target = flushing, target
-        self._began, self._marks, self._copies = time.time(), [("boundary", end)], None
+        last, end = self._current, self.clock.mark()
+        if last.finish(end):
+            self._pending.append(last)
+        began = [("boundary", end)]
+        self._current = IterationMarks(time.time(), began, flushing, target, last.snapshot, last.place + 1)
         if self._bubbles is not None:
             self._bubbles.begin(0, None)
 
     def begin(self, total_bytes: int, unit_bytes: int) -> Moment:
         """Start a snapshot at this boundary, in copies of ``unit_bytes``; returns the boundary's moment."""
-        base = self._marks[0][1]  # the common time base of copies and spans
+        base = self._current.marks[0][1]  # the common time base of copies and spans
         if self._bubbles is not None:
-            if self._outdated:
-                self._plan, self._outdated = self._planned(unit_bytes), False
+            self._plan = self._planned(unit_bytes)
             if self._plan is not None and self._profile.measured:
-                self._capacity = self._plan.window_bytes
+                self.capacity_bytes = self._plan.window_bytes
             self._bubbles.begin(total_bytes, self._plan)
         return base
 
     def follow(self, copies: Copies | None, snapshot: int) -> None:
         """Track the copies of the snapshot of iteration ``snapshot``, which has just started."""
-        self._copies, self._snapshot = copies, snapshot
+        current = self._current
+        current.snapshot, current.copies = snapshot, copies
+        if copies is not None:
+            current.place = 0
 
     def learn(self) -> None:
         """Process the iterations that the device has finished; the next plan uses them."""
@@ -189,11 +183,12 @@ class WindowScheduler:
             if iteration is None:
                 break
             self._take_in(iteration, self._pending.popleft())
-            self._outdated = True
 
     def _take_in(self, iteration: Iteration, passed: IterationMarks) -> None:
         self._profile.add(iteration)
-        self.intervals.add(passed.place, iteration.secs - self._paused_secs(passed), passed.flushing, passed.target)
+        # All moments are known: they precede its end, which is.
+        paused_secs = sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
+        self.intervals.add(passed.place, iteration.secs - paused_secs, passed.flushing, passed.target)
         if iteration.copies:
             spent = sum(end - begin for begin, end, _ in iteration.copies)
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
@@ -205,7 +200,7 @@ class WindowScheduler:
     def close(self) -> None:
         """Drop all unprocessed iterations."""
         self._pending.clear()
-        self._marks, self._copies, self._paused = [], None, None
+        self._current = IterationMarks(0.0, [])
 
     def _provide(self, places: int) -> None:
         """Allocate moments for iterations of that many spans: the pending ones, the last and the current one."""
@@ -226,10 +221,6 @@ class WindowScheduler:
         # Sorted: several threads append.
         copies = tuple(sorted(passed.copies.timed)) if passed.copies is not None else ()
         return Iteration(tuple(kind for kind, _ in passed.marks), tuple(known), copies)
-
-    def _paused_secs(self, passed: IterationMarks) -> float:
-        """The total of an iteration's pauses. All moments are known: they precede its end, which is."""
-        return sum(self.clock.secs(begin, end) or 0.0 for begin, end in passed.pauses)
 
     def _report(self, iteration: Iteration, passed: IterationMarks) -> None:
         if not self._events.kept:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftckpt.model.snapshot import SnapshotId
 
 
-@dataclass(frozen=True)
-class CommitMark:
+class CommitMark(NamedTuple):
     """All ranks have sealed ``snapshot``: mark it in the arena."""
 
     snapshot: SnapshotId
 
 
-@dataclass(frozen=True)
-class UpdateTargets:
+class UpdateTargets(NamedTuple):
     """Publish the targets: the protected snapshot, the one to protect next, and the one to flush."""
 
     protected: SnapshotId | None
@@ -25,35 +22,30 @@ class UpdateTargets:
     flush: SnapshotId | None = None
 
 
-@dataclass(frozen=True)
-class OldArenaRemoval:
+class OldArenaRemoval(NamedTuple):
     """Remove older arenas: a snapshot in the current ones is as safe as theirs."""
 
 
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(NamedTuple):
     """Replicas were identical at iteration ``after`` and differ at ``until``: snapshots in between may mix states."""
 
     after: int
     until: int
 
 
-@dataclass(frozen=True)
-class IntervalConclusion:
+class IntervalConclusion(NamedTuple):
     """Store an ``interval`` that keeps the budget (``interval`` auto): the next attempt starts with it."""
 
     interval: int
 
 
-@dataclass(frozen=True)
-class Disable:
+class Disable(NamedTuple):
     """Take no more snapshots in this process."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(NamedTuple):
     """An event, with its ``text`` for the job's log, if any. ``error``: the message to raise under
     ``on_error: raise``, about the snapshot of the field ``iteration``."""
 
@@ -63,16 +55,14 @@ class Announcement:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class TakeSnapshot:
+class TakeSnapshot(NamedTuple):
     """Take the snapshot, into a slot that has none of ``keep``."""
 
     snapshot: SnapshotId
     keep: frozenset[SnapshotId]
 
 
-@dataclass(frozen=True)
-class SkipSnapshot:
+class SkipSnapshot(NamedTuple):
     """Take no snapshot at this boundary."""
 
     reason: str

@@ -24,23 +24,65 @@ from ftckpt.model.text import human
 from ftckpt.model.topology import Topology
 from ftckpt.parity.modes import ways_to_need_less
 from ftckpt.session import deadlines
-from ftckpt.session.memory_forecast import MemoryForecast, absent_slots, foresee_arena
-from ftckpt.session.node_join import NodeJoin
-from ftckpt.session.protection import Protection, RankReport
-from ftckpt.session.slot_allocator import SlotAllocator
+from ftckpt.session.attempt import NodeJoin
+from ftckpt.session.protection import JoinedNodes, Protection, RankReport
+from ftckpt.session.slot_allocator import MemoryForecast, SlotAllocator, absent_slots, foresee_arena
 
 _LARGE_BYTES = 4 << 30
 """Size from which an allocation is logged: it takes seconds."""
 
 
+class OldArenas:
+    """The arenas that no rank of the node writes, as far as this rank removes them.
+
+    They are kept until a snapshot in the new ones is as safe as theirs: until then they may have the only one. Each
+    rank removes those of its own shard, so that it knows without a message when their memory is free, and a part of
+    those of shards that no rank of the node has.
+
+    Args:
+        needed: the snapshots that they must keep.
+        most: maximum of this rank's slots while they exist.
+        is_obsolete: whether they can be removed now.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path] = (), needed: frozenset[SnapshotId] = frozenset(), most: int = 0,
+        is_obsolete: bool = False,
+    ) -> None:  # fmt: skip
+        self.paths, self._needed = list(paths), needed
+        self.most, self.is_obsolete = most, is_obsolete
+
+    def give_up(self) -> None:
+        """Free the slots that are not needed."""
+        give_up(self.paths, self._needed)
+
+    def free(self) -> None:
+        """Free memory before an allocation: the node may not have room for both. Called by its thread."""
+        if self._needed:
+            self.give_up()
+            return
+        for path in list(self.paths):
+            with suppress(OSError):  # ``remove`` retries and reports it
+                remove_arena(path)
+
+    def remove(self, events: Events) -> None:
+        """Remove them. A failure, because the SMP creates a file there at this moment, is an event."""
+        for path in list(self.paths):
+            try:
+                remove_arena(path)
+            except OSError as error:
+                events.emit("arena_problem", path=str(path), problems=[str(error)])
+            else:
+                self.paths.remove(path)
+
+    def look_again(self) -> None:
+        """Forget those that ``free`` has removed."""
+        self.paths = [path for path in self.paths if path.exists()]
+
+
 class NodeArenas:
     """One rank's access to its node's arenas. Call ``entry.enter`` first; ``open``, ``replace``, ``supply`` and
-    ``leave`` are collective.
-
-    Old arenas are those that no rank of the node writes. They are kept until a snapshot in the new ones is as safe as
-    theirs: until then they may have the only one. Each rank removes those of its own shard, so that it knows without
-    a message when their memory is free, and a part of those of shards that no rank of the node has.
-    """
+    ``leave`` are collective."""
 
     def __init__(
         self, config: Config, topology: Topology, group: Group, events: Events, *, protects: bool = False
@@ -51,22 +93,16 @@ class NodeArenas:
         self._protects = protects
         self.cores: Cores = None
         """CPU cores for allocation: tmpfs places memory on the NUMA node of the core that first writes it."""
-        self._config = config
-        self._topology = topology
-        self._group = group
-        self._events = events
-        self._leads = topology.is_node_leader
-        self._old: list[Path] = []
-        self._removing = False  # the old arenas are obsolete
+        self._config, self._topology = config, topology
+        self._group, self._events = group, events
+        self._old = OldArenas()
         self._own: Path | None = None
         self._made: Path | None = None  # created by this start
-        self._supply: SlotAllocator | None = None
+        self.allocator: SlotAllocator | None = None
+        """The allocation under way."""
         self.shortage = ""
         """Why a slot could not be allocated; empty if none failed."""
-        self._supplies_start = False  # the allocation under way includes slots that ``open`` left
         self._opened = False  # ``open`` was called, and no allocation has started since
-        self._needed: frozenset[SnapshotId] = frozenset()  # snapshots that old arenas must keep
-        self._most = 0  # maximum of slots while old arenas exist
         self.coming_bytes = 0
         """Memory that this node's ranks will allocate next to old arenas, minus what those will free."""
 
@@ -79,17 +115,11 @@ class NodeArenas:
         self, manifest: Manifest, keep: SnapshotId | None, use: Use | None = None,
         protection: Protection | None = None, lacking: bool = False,
     ) -> Arena:  # fmt: skip
-        """Open and lock the arena for ``manifest``: the existing one, or a new one.
+        """Open and lock the arena for ``manifest``, with the slots that are allocated now, and join ``protection``.
 
-        ``keep`` is the snapshot in existing arenas from which the job would restart. The arena has the slots that
-        are allocated now. ``supply`` then starts, in the background, to free slots of old arenas with neither
-        ``keep`` nor a protected snapshot, and to allocate the others. While an old arena exists, this rank's slots,
-        its old ones included, stay within the configured number; at least one new slot is writable.
-
-        ``use`` is called with the arena, and must close it if it fails; the error is raised on all ranks. The gather
-        carries what ``protection`` needs from other ranks.
-
-        ``lacking``: the node has no room. Old arenas free unneeded slots; new ones are allocated when memory is free.
+        ``keep`` is the snapshot in existing arenas from which the job would restart. ``use`` is called with the
+        arena, and must close it if it fails; the error is raised on all ranks. ``lacking``: the node has no room.
+        Old arenas free unneeded slots; new ones are allocated when memory is free.
 
         Raises:
             MemoryBudgetError: ``memory_limit`` is exceeded, or, unless ``lacking``, the node has no room for slots.
@@ -97,92 +127,79 @@ class NodeArenas:
         """
         path = arena_path(self.path, manifest)
 
-        @cache
-        def look() -> tuple[Arena | None, list[Path], Ledger]:
-            existing = self._reuse(path)
-            return existing, *self._in_use(path)
+        look = cache(lambda: (self._reuse(path), *self._in_use(path)))  # once
 
         def foresee(marks: frozenset[SnapshotId]) -> MemoryForecast:
             existing, old, there = look()
-            return foresee_arena(
-                there.protecting(marks), old, existing, slots=self.slots, keep=keep, manifest=manifest
-            )
+            return self._forecast(existing, old, there.protecting(marks), keep, manifest)
 
-        outlook, posts = self._agree(foresee, path.name, protection)
-        self._old = look()[1]
-        self._own, self._removing, self._opened = path, keep is None, True
-        self._needed, self._most = outlook.needed, outlook.most
-        if lacking:
-            give_up(self._old, self._needed)
+        forecast, posts = self._agree(foresee, path.name, protection)
+        self._old = OldArenas(look()[1], forecast.needed, forecast.most, is_obsolete=keep is None)
+        self._own, self._opened = path, True
         self._require_room(posts, lacking)
-        arena: Arena | None = None
 
-        def make() -> None:
-            nonlocal arena
-            arena = self._create(manifest, outlook.existing)
-            if use is not None:
-                use(arena)
-            if protection is not None:
-                reports = [post.report for post in posts if post.report is not None]
-                protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
+        def make() -> tuple[Arena, JoinedNodes | None]:
+            arena = self._create(manifest, forecast.existing, use)
+            return arena, self._join(arena, protection, posts, lacking)
 
         # After the check of the node's memory: if that fails, nothing may have changed.
-        together(self._group, make)
-        assert arena is not None, "``together`` raises if it failed"
+        arena, joined = together(self._group, make)
         if keep is not None:
             arena.control.mark_whole(keep)  # if the old arena vanishes, a restart must know what was lost
-        if protection is not None:
-            protection.begin()
+        if protection is not None and joined is not None:
+            protection.begin(arena, joined)
         return arena
 
-    def replace(self, old: Arena, whole: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
+    def _join(
+        self, arena: Arena, protection: Protection | None, posts: Sequence[_Post], lacking: bool
+    ) -> JoinedNodes | None:
+        if protection is None:
+            return None
+        reports = [post.report for post in posts if post.report is not None]
+        return protection.join(arena, reports, self.coming_bytes, self.slots, lacking)
+
+    def replace(self, old: Arena, committed: SnapshotId | None, manifest: Manifest, use: Use | None = None) -> Arena:
         """Switch to another manifest during training; returns its locked arena, as ``open`` does.
 
-        ``old`` is the current arena, which is closed. ``whole`` is the newest committed snapshot; all others are
+        ``old`` is the current arena, which is closed. ``committed`` is the newest committed snapshot; all others are
         invalidated. No copy may run.
 
         Raises:
-            MemoryBudgetError, ArenaError: the new arena cannot be allocated. ``whole`` is kept; if the memory check
-                failed before anything was invalidated, all snapshots are.
+            MemoryBudgetError, ArenaError: the new arena cannot be allocated. ``committed`` is kept; if the memory
+                check failed before anything was invalidated, all snapshots are.
         """
         self._end_supply()
         try:
             # First: without room, snapshots would be invalidated for nothing.
-            _, posts = self._agree(lambda marks: self._foresee_change(marks, old, whole, manifest))
+            _, posts = self._agree(lambda marks: self._foresee_change(marks, old, committed, manifest))
             self._require_room(posts)
             # A kill from here on must leave all ranks consistent: uncommitted snapshots are invalidated in every
             # arena before the first arena changes.
-            together(self._group, lambda: _void_others(old, whole))
+            together(self._group, lambda: _void_others(old, committed))
         finally:
             old.close()
-        return self.open(manifest, whole, use)
+        return self.open(manifest, committed, use)
 
     def remove_old(self) -> None:
-        """Remove old arenas: a snapshot in the new ones is as safe as theirs.
-
-        A failure, because the SMP creates a file there at this moment, is an event; ``complete`` retries.
-        """
-        self._removing = True
-        if self._supply is not None and not self._supply.ended:
-            return  # it may be freeing slots there
-        for path in list(self._old):
-            try:
-                remove_arena(path)
-            except OSError as error:
-                self._events.emit("arena_problem", path=str(path), problems=[str(error)])
-            else:
-                self._old.remove(path)
+        """Remove old arenas: a snapshot in the new ones is as safe as theirs. ``complete`` retries."""
+        self._old.is_obsolete = True
+        if self.allocator is None or self.allocator.ended:  # else it may be freeing slots there
+            self._old.remove(self._events)
 
     def supply(self, arena: Arena) -> None:
-        """Free unneeded slots of old arenas and allocate the missing ones of ``arena``, in the background, once all
-        ranks have called this. Collective, but does not wait."""
+        """Free slots of old arenas that have neither the kept nor a protected snapshot, and allocate the missing ones
+        of ``arena``, in the background, once all ranks have called this. Collective, but does not wait.
+
+        While an old arena exists, this rank's slots, its old ones included, stay within the configured number; at
+        least one new slot is writable.
+        """
         through, _ = self._group.start_minimum([0])
         self._begin_supply(arena, through.is_completed)
 
     @property
     def settled(self) -> bool:
         """Whether no old arena is left and no allocation is pending."""
-        return not self._old and not self._opened and self._supply is None
+        return not self._old.paths and not self._opened and self.allocator is None
 
     def complete(self, arena: Arena, waits: bool = False) -> list[int]:
         """Allocate the missing slots of ``arena`` in the background, once old arenas are removed; returns the slots
@@ -191,56 +208,48 @@ class NodeArenas:
         Call it at each boundary. With ``waits`` it waits for a slot that ``open`` left to the background, else for
         nothing. A slot without room is an event, and is retried.
         """
-        if self._old and self._removing:
+        if self._old.paths and self._old.is_obsolete:
             self.remove_old()
         allocated: list[int] = []
-        if self._supply is not None:
-            if waits and self._supplies_start:
-                self._supply.wait(deadlines.FENCE_SECS)
-            ended = self._supply.ended
+        if (supply := self.allocator) is not None:
+            if waits and supply.is_of_start:
+                supply.wait(deadlines.FENCE_SECS)
+            ended = supply.ended
             try:
-                allocated = self._supply.take()
+                allocated = supply.take()
             except FtckptError as error:
-                self._supply, self._supplies_start = None, False
-                self._tell_lacking(arena, error)
+                self.allocator = None
+                self._report_shortage(arena, error)
                 return []  # retried at the next boundary
             if ended:
-                self._supply, self._supplies_start = None, False
-                self._old = [path for path in self._old if path.exists()]
+                self.allocator = None
+                self._old.look_again()
         if allocated:
             self.shortage = ""
         # In the same call: memory that an old arena has just freed is used without waiting for the next boundary.
-        if self._supply is None:
+        if self.allocator is None:
             self._begin_supply(arena)
         return allocated
 
-    def _tell_lacking(self, arena: Arena, error: FtckptError) -> None:
+    def _report_shortage(self, arena: Arena, error: FtckptError) -> None:
         self._events.emit("arena_problem", path=str(arena.path), problems=[str(error)])
         if not self.shortage:  # once, however often it is retried
             self._events.warn(f"a slot could not be allocated, and snapshots are skipped: {error}")
         self.shortage = str(error)
 
     def _begin_supply(self, arena: Arena, through: Callable[[], bool] | None = None) -> None:
-        absent, first = absent_slots(arena), self._opened
+        absent, first, old = absent_slots(arena), self._opened, self._old
         # An arena of an earlier start may have more slots than configured: those stay absent.
-        most = self._most if self._old and not (first and self._removing) else self.slots
+        most = old.most if old.paths and not (first and old.is_obsolete) else self.slots
         missing = absent[: max(0, most - (arena.control.slots - len(absent)))]
-        free = partial(self._free, list(self._old)) if first and self._old else None
+        free = old.free if first and old.paths else None
         if missing or free is not None:
             need_bytes = len(missing) * arena.image.file_bytes
             if first and need_bytes > _LARGE_BYTES:
                 self._events.announce(f"allocating {human(need_bytes)} of shared memory per rank in the background")
-            self._supply = SlotAllocator(arena, missing, self.cores, free, through)
-        self._opened, self._supplies_start = False, first and bool(missing)
-
-    def _free(self, old: Sequence[Path]) -> None:
-        """Free memory of old arenas before the allocation: the node may not have room for both."""
-        if self._needed:
-            give_up(old, self._needed)
-            return
-        for path in old:
-            with suppress(OSError):  # ``remove_old`` retries and reports it
-                remove_arena(path)
+            is_of_start = first and bool(missing)
+            self.allocator = SlotAllocator(arena, missing, self.cores, free, through, is_of_start=is_of_start)
+        self._opened = False
 
     def leave(self, arena: Arena | None, agreed: Callable[[], object], end_smp: Callable[[], None]) -> None:
         """Remove this rank's arenas, after all ranks have called this and then ``agreed``.
@@ -283,9 +292,9 @@ class NodeArenas:
         self.entry.release()
 
     def _end_supply(self) -> None:
-        if self._supply is not None:
-            self._supply.close()
-            self._supply, self._supplies_start = None, False
+        if self.allocator is not None:
+            self.allocator.close()
+            self.allocator = None
 
     def _in_use(self, own: Path) -> tuple[list[Path], Ledger]:
         """The old arenas that this rank removes, and their ledger; all ranks read before one removes any."""
@@ -305,15 +314,15 @@ class NodeArenas:
         Marks may differ by a vote result that some ranks had not read. One mark suffices: it follows from the votes
         of all nodes.
         """
-        outlook: MemoryForecast | None = None
+        forecast: MemoryForecast | None = None
 
         def post(marks: frozenset[SnapshotId] = frozenset()) -> _Post:
-            nonlocal outlook
-            outlook = foresee(marks)
-            now_bytes, later_bytes = outlook.needs.now_bytes - outlook.freed_bytes, outlook.needs.later_bytes
-            report = protection.tell(outlook.image, name, outlook.existing) if protection is not None else None
-            slots = self.slots if outlook.existing is None else outlook.existing.control.slots
-            return _Post(now_bytes, later_bytes, slots, outlook.image.file_bytes, outlook.marks, report)
+            nonlocal forecast
+            forecast = foresee(marks)
+            now_bytes, later_bytes = forecast.needs.now_bytes - forecast.freed_bytes, forecast.needs.later_bytes
+            report = protection.report(forecast.image, name, forecast.existing) if protection is not None else None
+            slots = self.slots if forecast.existing is None else forecast.existing.control.slots
+            return _Post(now_bytes, later_bytes, slots, forecast.image.file_bytes, forecast.marks, report)
 
         posts = gather_all(self._group, post, _Post)
         marks = frozenset(chain.from_iterable(one.marks or () for one in posts))
@@ -322,8 +331,13 @@ class NodeArenas:
         # The same on all ranks. A rank's old arenas may have a snapshot that only others mark as protected.
         if self.slots < wanted or any(one.marks is not None and not marks <= set(one.marks) for one in posts):
             posts = gather_all(self._group, lambda: post(marks), _Post)
-        assert outlook is not None, "``gather_all`` raises if it failed"
-        return outlook, posts
+        assert forecast is not None, "``gather_all`` raises if it failed"
+        return forecast, posts
+
+    def _forecast(
+        self, existing: Arena | None, old: Sequence[Path], there: Ledger, keep: SnapshotId | None, manifest: Manifest
+    ) -> MemoryForecast:
+        return foresee_arena(there, old, existing, slots=self.slots, keep=keep, manifest=manifest)
 
     def _foresee_change(
         self, marks: frozenset[SnapshotId], arena: Arena, keep: SnapshotId | None, manifest: Manifest
@@ -335,13 +349,15 @@ class NodeArenas:
         try:
             existing = Arena.open(path)
         except ArenaError:  # no usable one exists
-            return foresee_arena(there, old, None, slots=self.slots, keep=keep, manifest=manifest)
+            return self._forecast(None, old, there, keep, manifest)
         with closing(existing):
-            return foresee_arena(there, old, existing, slots=self.slots, keep=keep, manifest=manifest)
+            return self._forecast(existing, old, there, keep, manifest)
 
     def _require_room(self, posts: Sequence[_Post], lacking: bool = False) -> None:
         """Raise MemoryBudgetError unless the node has room for its ranks' needs, now and after the removal of old
-        arenas. ``lacking``: check only the configured limit."""
+        arenas. ``lacking``: free unneeded slots of old arenas, and check only the configured limit."""
+        if lacking:
+            self._old.give_up()
         self.coming_bytes = 0
         remedies = ways_to_need_less(self._config, self.slots, self._protects)
         for node in dict.fromkeys(member.node for member in self._topology.members):  # the same on all ranks
@@ -357,10 +373,11 @@ class NodeArenas:
         self.coming_bytes = sum(now_bytes for now_bytes, _ in local)
         # Both sums must fit: now, next to old arenas, and later, in their place.
         need_bytes = max(map(sum, zip(*local, strict=True)))
-        together(self._group, lambda: require(self.path, need_bytes) if self._leads else None)
+        leads = self._topology.is_node_leader
+        together(self._group, lambda: require(self.path, need_bytes) if leads else None)
 
-    def _create(self, manifest: Manifest, existing: Arena | None) -> Arena:
-        """Lock the arena for ``manifest``; creates it, without slots, unless it is ``existing``."""
+    def _create(self, manifest: Manifest, existing: Arena | None, use: Use | None) -> Arena:
+        """Lock and use the arena for ``manifest``; creates it, without slots, unless it is ``existing``."""
         if existing is None:
             self._made = arena_path(self.path, manifest)
         arena = existing or Arena.create(self.path, manifest, self.slots, allocate=0)
@@ -373,6 +390,8 @@ class NodeArenas:
             allocated=arena.control.slots - len(absent_slots(arena)),
             slot_bytes=arena.image.file_bytes,
         )
+        if use is not None:
+            use(arena)
         return arena
 
     def _reuse(self, path: Path) -> Arena | None:

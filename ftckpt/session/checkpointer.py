@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from operator import index
 from pathlib import Path
@@ -14,7 +15,6 @@ from ftckpt import forks
 from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, FtckptError, LaunchError, SilentCorruptionError, StorageError
-from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.heartbeat import HeartbeatGauge
@@ -25,17 +25,15 @@ from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
 from ftckpt.restore.staging import PINNED_SECS, free_pinned
 from ftckpt.schedule.iteration import COMPUTE
-from ftckpt.schedule.window_scheduler import WindowScheduler
 from ftckpt.session import deadlines
 from ftckpt.session.gc_pause import no_collections
-from ftckpt.session.last_snapshot import RankShutdownReport
-from ftckpt.session.missing_close import OpenJob
-from ftckpt.session.rank_parts import RankContext
-from ftckpt.session.rank_storage import save_command
+from ftckpt.session.rank_context import RankContext
+from ftckpt.session.reminders import OpenJob, Reminder, save_command
 from ftckpt.session.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.session.shard import Shard
+from ftckpt.session.shutdown import FinalFlush
 from ftckpt.session.snapshot_driver import SnapshotDriver
-from ftckpt.session.start import load, meet
+from ftckpt.session.start import LoadResult, load, meet
 
 
 class Checkpointer:
@@ -64,65 +62,59 @@ class Checkpointer:
         self, config: Config, state: TrainingState, topology: Topology, group: Group | None = None,
         run: LauncherRun | None = None,
     ) -> None:  # fmt: skip
-        rank = self._rank = RankContext.attach(config, state, topology, group, run or LauncherRun(""))
+        rank = self.rank = RankContext.attach(config, state, topology, group, run or LauncherRun(""))
+        """The parts of this rank's session."""
         self.config, self.topology, self.events, self.group = rank.config, topology, rank.events, rank.group
         self.training_state = state
-        self._state, self._protection = rank.state, rank.protection
-        self._pacer: WindowScheduler | None = None
-        self._shard: Shard | None = None
-        self._snapshots: SnapshotDriver | None = None  # None until the state is loaded and the shard laid out
+        self.snapshots: SnapshotDriver | None = None
+        """This rank's snapshots; None before ``restore``."""
         self._boundary = -1  # the iteration of the last step boundary
         self._closed = self._is_copy = False
         forks.trains(self._abandon)
-        self._close_error: str | None = None
         self._open_job = OpenJob(config)
         self._fenced = False  # since the last boundary
+        self._close_error: str | None = None
         self._reminder = Reminder(self.events)
 
     @property
     def off(self) -> bool:
         """Whether ftckpt has turned itself off: training continues without snapshots."""
-        return self._state.off
+        return self.rank.state.off
 
     @property
     def begun(self) -> int:
         """The iteration of the last snapshot that this rank started; -1: none."""
-        return self._snapshots.begun if self._snapshots is not None else -1
+        return self.snapshots.begun if self.snapshots is not None else -1
 
     @property
-    def whole(self) -> SnapshotId | None:
+    def committed(self) -> SnapshotId | None:
         """The newest snapshot that all ranks are known to have sealed."""
-        return self._state.whole
+        return self.rank.state.committed
 
     @property
     def protected(self) -> SnapshotId | None:
         """The newest snapshot whose parity is complete on all nodes; None if there is none, or no protection."""
-        return self._state.targets.protected
+        return self.rank.state.targets.protected
 
     @property
     def persisted(self) -> SnapshotId | None:
         """The newest snapshot that this attempt persisted; None if there is none."""
-        return self._state.flushes.persisted
-
-    @property
-    def lineage(self) -> bytes:
-        """The lineage of the snapshots of this attempt."""
-        return self._state.lineage
+        return self.rank.state.flushes.persisted
 
     @property
     def arena(self) -> Arena | None:
         """The arena of this rank's snapshots; None before ``restore``, or if no arena could be allocated."""
-        return self.capture.arena if self.capture is not None else None
+        return self.snapshots.arena if self.snapshots is not None else None
 
     @property
     def capture(self) -> Capture | None:
         """The copier of this rank's shard into its arena; None as ``arena``."""
-        return self._shard.capture if self._shard is not None else None
+        return self.snapshots.capture if self.snapshots is not None else None
 
     @property
     def node_dir(self) -> Path:
         """The directory of this node's arenas; valid after ``restore``."""
-        return self._rank.arenas.path
+        return self.rank.arenas.path
 
     def phase(self, kind: str) -> None:
         """Enter a part of the iteration: a kind of ``ftckpt.schedule.iteration``. Takes microseconds, and some
@@ -131,30 +123,30 @@ class Checkpointer:
         Raises:
             Exception: only under ``on_error: raise``: the error of a vote that failed.
         """
-        if self._pacer is not None and not self._closed:
-            self._protection.beat(self._boundary, kind)
+        if self.snapshots is not None and not self._closed:
+            self.rank.protection.beat(self._boundary, kind)
             if not self.off:
-                self._pacer.enter(kind)
+                self.snapshots.scheduler.enter(kind)
                 # The other ranks' votes arrive while this rank computes. A vote that is posted only at the fence
                 # makes the boundary that follows at once wait for the whole all-reduce.
-                if kind in COMPUTE and self._snapshots is not None:
-                    self._snapshots.post_if_known()
+                if kind in COMPUTE:
+                    self.snapshots.post_if_known()
 
     def pause(self) -> None:
         """Pause until the next ``phase``, as for an evaluation or a save. Takes microseconds.
 
         The paused time does not count as a cost of snapshots.
         """
-        if self._pacer is not None and not self._closed:
-            self._protection.beat(self._boundary, "pause")
+        if self.snapshots is not None and not self._closed:
+            self.rank.protection.beat(self._boundary, "pause")
             if not self.off:
-                self._pacer.pause()
+                self.snapshots.scheduler.pause()
 
     def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
         """Give a model of the schedule: the ``kinds`` of its spans from its start to the fence, and their relative
         lengths. Copies follow it until the spans have been measured."""
-        if self._pacer is not None:
-            self._pacer.expect(kinds, lengths)
+        if self.snapshots is not None:
+            self.snapshots.scheduler.expect(kinds, lengths)
 
     def restore(
         self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False,
@@ -179,7 +171,7 @@ class Checkpointer:
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
             StorageError: on all ranks together; the snapshot is on storage, which is unreachable.
         """
-        if self._shard is not None:
+        if self.snapshots is not None:
             raise ConfigError("restore() was called twice")
         if self._closed:
             raise ConfigError("restore() was called after close(): attach the training state again")
@@ -187,36 +179,30 @@ class Checkpointer:
             raise ConfigError(
                 "restore(): rollback needs newer_than, the iteration of the checkpoint that was loaded: pass it, too"
             )
-        unproven = not may_load or self.config.on_lost != "storage"
         loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training, may_load)
         try:
             with no_collections():
-                return self._restore(loaded, unproven)
+                return self._restore(loaded)
         except BaseException as error:  # a failed start leaves memory as it was
             if isinstance(error, StorageError) and not error.lasting:
-                self._rank.attempt.take_back()
+                self.rank.attempt.take_back()
             self._withdraw()
             raise
 
-    def _restore(self, loaded: LoadedCheckpoint, unproven: bool) -> int | None:
-        begin, rank = time.perf_counter(), self._rank
-        described, near, self._pacer, kept = meet(rank)
+    def _restore(self, loaded: LoadedCheckpoint) -> int | None:
+        begin, rank = time.perf_counter(), self.rank
+        described, near, scheduler, kept = meet(rank)
         self.events.end_part("meet")
-        shard = self._shard = Shard(
-            self.config, self.topology, self.group, arenas=rank.arenas, events=self.events, described=described,
-            pacer=self._pacer, locality=near, tell_copying=self._protection.tell_copying,
-            redundancy=self._protection.redundancy,
-        )  # fmt: skip
-        now = load(rank, shard, described, loaded, unproven)
+        shard = Shard(rank, described, scheduler, near)
+        snapshots = self.snapshots = SnapshotDriver(rank, shard, scheduler, kept)
+        now = load(rank, shard, loaded)
         freed = free_pinned()
         # After the load: this may free slots of old arenas, which the load reads.
-        there = now.snapshot if now.in_memory else None
-        shard.lay_out(there, self._protection, now.cast)
+        shard.lay_out(now.snapshot if now.in_memory else None, now.cast)
         self.events.end_part("lay_out")
-        self._snapshots = SnapshotDriver(rank, shard, self._pacer, kept)
         iteration = now.snapshot.iteration if now.snapshot is not None else None
         self._boundary = -1 if iteration is None else iteration
-        self._snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
+        snapshots.begin(now.lineage, now.snapshot, now.in_memory, now.rebuilt)
         # From here on a stalled rank must not break the group: the framework's own groups wait for it, too.
         rank.group.outlast_stalls()
         rank.attempt.trains()
@@ -225,27 +211,29 @@ class Checkpointer:
         shard.supply()
         freed.join(PINNED_SECS)
         self.events.end_part("begin")
+        self._report_restored(now, iteration, begin)
+        return iteration
+
+    def _report_restored(self, now: LoadResult, iteration: int | None, begin: float) -> None:
         parts: defaultdict[str, float] = defaultdict(float)  # a repeated load has some parts twice
         for (_, start), (name, end) in pairwise([("", begin), *self.events.parts]):
             parts[name] += end - start
-        secs, lineage = time.perf_counter() - begin, now.lineage.hex()
+        secs = time.perf_counter() - begin
         self.events.emit(
-            "restored", iteration=iteration, lineage=lineage, source=now.source, blocked_secs=secs,
-            part_secs=parts, ends=rank.attempt.ends,
+            "restored", iteration=iteration, lineage=now.lineage.hex(), source=now.source, blocked_secs=secs,
+            part_secs=parts, ends=self.rank.attempt.ends,
         )  # fmt: skip
         self.events.announce(
             f"job {self.config.job}, {len(self.topology.members)} ranks: {now.where}, in {secs:.1f} s"
         )
-        return iteration
 
     def fence(self) -> None:
         """Wait for unfinished copies. Call it before optimizer-updated state changes, in each iteration."""
         if self._is_copy:
             return
-        self._state.has_stepped = True
         self._open_job.fence()
-        if self._snapshots is not None and self._snapshots.kept is not None:
-            self._snapshots.kept.pass_by()
+        if self.snapshots is not None and self.snapshots.kept is not None:
+            self.snapshots.kept.pass_by()
         self._fence()
         self._fenced = True
 
@@ -258,7 +246,7 @@ class Checkpointer:
             SilentCorruptionError: only under ``on_corruption: abort``, on all ranks.
             FtckptError: only under ``on_error: raise``; a failed flush raises on all ranks at the same boundary.
         """
-        snapshots = self._snapshots
+        snapshots = self.snapshots
         if self._is_copy:
             return
         if snapshots is None:
@@ -269,35 +257,35 @@ class Checkpointer:
             raise ConfigError(
                 f"step(): the iteration is {iteration!r}, not an integer: pass the number of the finished iteration"
             ) from None
-        self._protection.is_set_up = True
-        self._boundary = iteration
-        if not self._closed:
-            snapshots.execute(self._state.passes(iteration))
+        last, self._boundary = self._boundary, iteration
         self._open_job.step(iteration)
-        if self.off or self._closed:
-            self._let_go()
-            self._tell_counts()
-            self.phase("start")
-            return
+        if not self._closed:
+            snapshots.execute(self.rank.state.check_order(last, iteration))
+        try:
+            if self.off or self._closed:
+                snapshots.release()
+            else:
+                self._take_snapshot(snapshots, iteration)
+        finally:
+            self._publish_counts()
+        self.phase("start")
+
+    def _take_snapshot(self, snapshots: SnapshotDriver, iteration: int) -> None:
         if not self._fenced:  # the script called no fence(): copies must end before the next snapshot starts
             self._fence()
         self._fenced, begin = False, time.perf_counter()
         if snapshots.kept is not None:
             snapshots.kept.keep(iteration, self.training_state.save_objects)
-        assert self._pacer is not None
-        target = self._state.targets.target
-        self._pacer.boundary(self._state.flushes.current is not None, target.iteration if target is not None else -1)
+        flushes, target = self.rank.state.flushes, self.rank.state.targets.target
+        snapshots.scheduler.boundary(flushes.current is not None, target.iteration if target is not None else -1)
         try:
-            snapshots.boundary(iteration, begin)
+            snapshots.boundary(iteration, begin, self._open_job.num_fences > 0)
         except SilentCorruptionError:  # the job must end: its state may be corrupt
-            self._tell_counts()
             raise
         except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             snapshots.fail(error)
         finally:
-            self._rank.numbers.bounded(time.perf_counter() - begin)
-        self._tell_counts()
-        self.phase("start")
+            self.rank.numbers.bounded(time.perf_counter() - begin)
 
     def numbers(self, who: str = "") -> dict[str, float]:
         """Metrics by name, counted since the last call with the same ``who``. Not collective; takes microseconds.
@@ -306,22 +294,22 @@ class Checkpointer:
         ``skipped``, ``failed``: how many; ``copied_bytes_per_sec`` of this rank; ``whole_age``, ``protected_age``:
         iterations since the newest committed or protected snapshot, absent if there is none.
         """
-        return self._rank.numbers.report(who, self._boundary, self.whole, self.protected)
+        return self.rank.numbers.report(who, self._boundary, self.committed, self.protected)
 
-    def _tell_counts(self) -> None:
-        numbers, persisted = self._rank.numbers, self.persisted
-        numbers.passed(self._boundary, self._state.interval.spacing, self.whole, self.protected)
-        counts = numbers.counts
-        counts[HeartbeatGauge.DIFFERING] = self._shard.num_differing if self._shard is not None else 0
+    def _publish_counts(self) -> None:
+        rank, persisted = self.rank, self.persisted
+        shard = self.snapshots.shard if self.snapshots is not None else None
+        rank.numbers.passed(self._boundary, rank.state.interval.spacing, self.committed, self.protected)
+        counts = rank.numbers.counts
+        counts[HeartbeatGauge.DIFFERING] = shard.num_differing if shard is not None else 0
         counts[HeartbeatGauge.PERSISTED] = persisted.iteration + 1 if persisted is not None else 0
-        if reason := self._state.off_reason:
-            reason += "; fix the cause and restart the job"
-        elif self._shard is not None:
-            reason = self._shard.shortage
+        reason = shard.shortage if shard is not None else ""
+        if rank.state.off_reason:
+            reason = f"{rank.state.off_reason}; fix the cause and restart the job"
         counts[HeartbeatGauge.NO_SNAPSHOTS] = int(bool(reason))
         if not self.off or self.topology.rank == 0:  # all ranks are off together
             self._reminder.update(reason)
-        self._protection.tell_counts(counts)
+        rank.protection.publish_counts(counts)
 
     def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
         """Write the newest committed snapshot to the directory ``path``, which all nodes must share.
@@ -338,8 +326,8 @@ class Checkpointer:
         """
         save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
         self.pause()
-        if self._snapshots is not None:  # training waits anyway: let the snapshot in flight complete
-            self._snapshots.settle(deadlines.FENCE_SECS)
+        if self.snapshots is not None:  # training waits anyway: let the snapshot in flight complete
+            self.snapshots.settle(deadlines.FENCE_SECS)
         return save.run(path, max_file_bytes, precision)
 
     def close(self, remove: bool | None = None, done: bool = True) -> None:
@@ -371,32 +359,19 @@ class Checkpointer:
         if self._boundary < 0 and not in_error and done:
             self.events.announce(
                 "step() was never called: no snapshot was taken of this training"
-                if self._snapshots is not None
+                if self.snapshots is not None
                 else "close() before restore(): no snapshot was taken, and those of earlier starts stay in memory; "
                 f"remove them with 'ftckpt clean {self.config.job}'"
             )
-        arena = self.arena
-        self._stop()
-        if remove and self._shard is not None:
-            try:
-                self._rank.links.part(lambda: self._leave(arena, done))
-                if done and self._boundary >= 0:
-                    self.events.announce(self._last_words())
-            except (LaunchError, RuntimeError, OSError) as error:
-                self._close_error = str(error)
-        if arena is not None:
-            arena.close()
-        self._rank.arenas.release()
-        self.events.emit("closed", iteration=self._boundary, error=self._close_error)
-        self.events.close()
+        self._end(remove, done)
         if failure is not None:
             raise failure
 
     def _bring_home(self, done: bool) -> tuple[bool, StorageError | None]:
         """Flush the last snapshot; returns whether memory may be freed, and the error to raise."""
-        if not done or self._snapshots is None or not self._rank.storage.wants_last:
+        if not done or self.snapshots is None or not self.rank.flushes_at_end:
             return True, None
-        if not (problem := self._persist_last()):
+        if not (problem := self._flush_last(self.snapshots)):
             return not self.group.broken, None
         text = (
             f"final flush failed: {problem}; the last snapshot stays in memory: save it with "
@@ -407,95 +382,74 @@ class Checkpointer:
         self.events.announce(text)
         return False, None
 
-    def _persist_last(self) -> str:
+    def _flush_last(self, snapshots: SnapshotDriver) -> str:
         """Flush the last snapshot; returns why that failed, empty if it did not."""
-        shard, snapshots = self._shard, self._snapshots
-        assert shard is not None and snapshots is not None
         # -1 before the first boundary of this attempt: no snapshot of it is wanted.
-        boundary = self._boundary if self._protection.is_set_up else -1
-        rank = RankShutdownReport(
-            self.config, self.events, self._state, self._protection, shard=shard, kept=snapshots.kept,
-            boundary=boundary, begin=snapshots.take,
-        )  # fmt: skip
+        flush = FinalFlush(self.rank, snapshots, self._boundary if self._open_job.has_stepped else -1)
         try:
             try:
                 self._fence()
             except FtckptError as error:  # logged already; the flush is collective
                 self._close_error = str(error)
             self.pause()
-            return self._rank.links.meet("save", lambda: self._rank.storage.bring_last(rank))
+            return self.rank.links.meet("save", flush.run)
         except (FtckptError, RuntimeError) as error:
             self._close_error = str(error)
             return f"its outcome is unknown: {error}"
 
-    def _leave(self, arena: Arena | None, done: bool) -> None:
-        def agreed() -> None:
-            if done:
-                self._rank.attempt.finish(self._boundary)
+    def _end(self, remove: bool, done: bool) -> None:
+        """Release everything, and ``remove`` the arenas."""
+        arena, rank = self.arena, self.rank
 
-        self._rank.arenas.leave(arena, agreed, self._protection.smp.end)
+        def leave() -> None:
+            agreed = partial(rank.attempt.finish, self._boundary) if done else lambda: None
+            rank.arenas.leave(arena, agreed, rank.protection.smp.end)
 
-    def _last_words(self) -> str:
-        text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
-        if self.config.persist:
-            return text
-        return f"{text}; without --ftckpt-persist nothing is flushed to storage"
+        self._stop()
+        if remove and self.snapshots is not None:
+            try:
+                rank.links.part(leave)
+                if done and self._boundary >= 0:
+                    unsaved = (
+                        "" if self.config.persist else "; without --ftckpt-persist nothing is flushed to storage"
+                    )
+                    text = f"the job has ended after iteration {self._boundary}, and its memory is freed"
+                    self.events.announce(text + unsaved)
+            except (LaunchError, RuntimeError, OSError) as error:
+                self._close_error = str(error)
+        if arena is not None:
+            arena.close()
+        rank.arenas.release()
+        self.events.emit("closed", iteration=self._boundary, error=self._close_error)
+        self.events.close()
 
     def _stop(self) -> None:
         # In this order: copies must stop before their arena is closed.
         self._closed = True
         self._open_job.close()
-        if self._snapshots is not None:
-            self._snapshots.kept = None
-        for part in (self.capture, self._pacer, self._protection):
-            if part is not None:
-                part.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        self.rank.protection.close()
 
     def _abandon(self) -> None:
         """Make this object inert: it is a copy in a forked child of the training process."""
         self._closed = self._is_copy = True
 
-    def _let_go(self) -> None:
-        """Release references to training state, once ftckpt is off and no proof follows."""
-        if self._snapshots is not None and self._pacer is not None and self._snapshots.let_go():
-            self._pacer.close()
-
     def _withdraw(self) -> None:
         """Undo a refused start: memory is left as it was before."""
         arena = self.arena
         self._stop()
+        self.snapshots = None
         if arena is not None:
             arena.close()
-        self._rank.arenas.withdraw()
+        self.rank.arenas.withdraw()
         self.events.close()
 
     def _fence(self) -> None:
         self.phase("fence")
         if self.off or self._closed:
             return
-        if self._snapshots is not None:
-            self._snapshots.require_calls()
-            self._snapshots.fence()
+        if self.snapshots is not None:
+            self.snapshots.require_calls()
+            self.snapshots.fence()
         self.phase("optimizer")
-
-
-_REPEAT_SECS = 60.0
-
-
-class Reminder:
-    """Repeats in the log, once a minute, why this rank takes no snapshots: a failure would lose ever more work."""
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._next_secs: float | None = None
-
-    def update(self, reason: str) -> None:
-        """Called at each boundary; ``reason`` is empty while snapshots are taken."""
-        now_secs = time.monotonic()
-        if not reason:
-            self._next_secs = None
-        elif self._next_secs is None:  # the cause itself has just been logged
-            self._next_secs = now_secs + _REPEAT_SECS
-        elif now_secs >= self._next_secs:
-            self._next_secs = now_secs + _REPEAT_SECS
-            self._events.warn(f"no snapshots are taken: {reason}")

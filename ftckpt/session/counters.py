@@ -39,11 +39,13 @@ class RankNumbers:
         self.counts[HeartbeatGauge.FAILED] += number != self._failed_round
         self._failed_round = number
 
-    def passed(self, iteration: int, spacing: int, whole: SnapshotId | None, protected: SnapshotId | None) -> None:
+    def passed(
+        self, iteration: int, spacing: int, committed: SnapshotId | None, protected: SnapshotId | None
+    ) -> None:
         """Update the staleness of snapshots at ``iteration``; they are ``spacing`` iterations apart."""
         # The minimum, in case the script's iteration decreases.
         self._first = iteration if self._first is None else min(self._first, iteration)
-        for count, newest in ((HeartbeatGauge.WHOLE_BEHIND, whole), (HeartbeatGauge.PROTECTED_BEHIND, protected)):
+        for count, newest in ((HeartbeatGauge.WHOLE_BEHIND, committed), (HeartbeatGauge.PROTECTED_BEHIND, protected)):
             since = newest.iteration if newest is not None else self._first
             self.counts[count] = max(0, iteration - since) // spacing
 
@@ -63,7 +65,7 @@ class RankNumbers:
             reader.most_secs = max(reader.most_secs, of_snapshot_secs)
 
     def report(
-        self, who: str, iteration: int, whole: SnapshotId | None, protected: SnapshotId | None
+        self, who: str, iteration: int, committed: SnapshotId | None, protected: SnapshotId | None
     ) -> dict[str, float]:
         """See ``Checkpointer.numbers``."""
         before = self._readers.get(who, self._readers[""])
@@ -77,7 +79,7 @@ class RankNumbers:
             "failed": float(since[HeartbeatGauge.FAILED]),
             "copied_bytes_per_sec": since[HeartbeatGauge.COPIED_BYTES] / max(now.at - before.at, 1e-9),
         }
-        for name, snapshot in (("whole_age", whole), ("protected_age", protected)):
+        for name, snapshot in (("whole_age", committed), ("protected_age", protected)):
             if snapshot is not None:
                 numbers[name] = float(max(0, iteration - snapshot.iteration))
         return numbers

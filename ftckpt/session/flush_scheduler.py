@@ -53,7 +53,7 @@ class FlushStatus(NamedTuple):
     state: FlushState = FlushState.NONE
 
     @property
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the flush is neither done nor failed, and may still proceed."""
         return self.ready and self.sealed and self.state not in (FlushState.DONE, FlushState.CANNOT)
 
@@ -87,7 +87,7 @@ class FlushScheduler:
     due: int = field(init=False)
     chosen_secs: float = 0.0
     rests_until_secs: float = 0.0
-    wished: int = 0
+    requested: int = 0
     """Iterations between flushes that this rank requests, by its measurements; 0: none yet."""
     _last: int | None = None  # the iteration of the last flush, unless it failed
     _judges: bool = False  # recompute the request, once per flush: its inputs change slightly with every iteration
@@ -116,14 +116,14 @@ class FlushScheduler:
         if self.tunes:
             self.due = iteration + _FIRST
 
-    def learn(self, verdict: VoteResult, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
+    def learn(self, result: VoteResult, newest: SnapshotId | None, now_secs: float) -> Iterator[Announcement]:
         """Apply a vote result; ``newest`` is the snapshot to flush if one is due."""
-        yield from self._settle(verdict, now_secs)
-        yield from self._tune(verdict.flush_interval)
+        yield from self._settle(result, now_secs)
+        yield from self._tune(result.flush_interval)
         self.waits = False
         if self.current is not None or newest is None or not self.interval or newest.iteration < self.due:
             return
-        self.waits = verdict.flushed == TaskState.CANNOT
+        self.waits = result.flushed == TaskState.CANNOT
         if not self.waits:
             self.current, self.due, self.chosen_secs = newest, self._behind(newest.iteration), now_secs
             self._last = newest.iteration
@@ -133,21 +133,21 @@ class FlushScheduler:
         """Whether another vote would settle something; from earlier results alone."""
         return self.current is not None or self.waits
 
-    def wish(self, measured: IntervalRequest) -> int:
+    def request(self, measured: IntervalRequest) -> int:
         """The iterations between flushes that this rank requests, for a vote; 0: no request.
 
         By ``model.flush_interval``; the cost of a flush is the additional time of the iterations during it.
         """
         if not self._judges or not measured.iteration_secs:
-            return self.wished
+            return self.requested
         self._judges = False
         secs = statistics.median(self._took_secs)
         self._cost_secs = max(measured.flush_share, _LEAST_SHARE) * secs
         interval_secs = best_interval_secs(self._cost_secs, secs, self.mtbf_secs)
-        wish = max(1, round(min(interval_secs / measured.iteration_secs, _MOST)))
-        if abs(wish - self.wished) > _WORTHWHILE * self.wished:
-            self.wished = wish
-        return self.wished
+        interval = max(1, round(min(interval_secs / measured.iteration_secs, _MOST)))
+        if abs(interval - self.requested) > _WORTHWHILE * self.requested:
+            self.requested = interval
+        return self.requested
 
     def report(self, guard: FlushStatus, now_secs: float) -> tuple[int, TaskState]:
         """The iteration that is being flushed and this node's progress, for a vote."""
@@ -181,14 +181,14 @@ class FlushScheduler:
             return iteration + self.interval
         return (iteration // self.interval + 1) * self.interval
 
-    def _tune(self, wish: int) -> Iterator[Announcement]:
-        if not self.tunes or wish in (0, self.interval):
+    def _tune(self, interval: int) -> Iterator[Announcement]:
+        if not self.tunes or interval in (0, self.interval):
             return
-        self.interval = wish
+        self.interval = interval
         if self._last is not None:
             self.due = self._behind(self._last)
-        fields: dict[str, Any] = {"of": "storage", "interval": wish, "mtbf_secs": self.mtbf_secs}
-        text = f"flush interval changed to {wish} iteration(s): "
+        fields: dict[str, Any] = {"of": "storage", "interval": interval, "mtbf_secs": self.mtbf_secs}
+        text = f"flush interval changed to {interval} iteration(s): "
         if self._cost_secs is not None:  # another rank's request may come before this one has measured
             secs = statistics.median(self._took_secs)
             fields |= {"flush_secs": secs, "cost_secs": self._cost_secs}
@@ -196,14 +196,14 @@ class FlushScheduler:
         text += f"a failure that loses memory is expected every {self.mtbf_secs / 3600:.3g} h (--ftckpt-mtbf)"
         yield Announcement("interval_changed", fields, text)
 
-    def _settle(self, verdict: VoteResult, now_secs: float) -> Iterator[Announcement]:
+    def _settle(self, result: VoteResult, now_secs: float) -> Iterator[Announcement]:
         current = self.current
         # A result may be older than ``current``: a late rank posted its vote before it knew of it.
-        if current is None or verdict.flush != current.iteration or verdict.flushed == TaskState.WORKING:
+        if current is None or result.flush != current.iteration or result.flushed == TaskState.WORKING:
             return
         secs, self.current = now_secs - self.chosen_secs, None
         fields = {"iteration": current.iteration, "secs": secs}
-        if verdict.flushed == TaskState.DONE:
+        if result.flushed == TaskState.DONE:
             self.persisted = current
             self._took_secs.append(secs)
             self._judges = self.tunes

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, FtckptError, SmpError, StorageError, in_words, written
+from ftckpt.errors import ConfigError, FtckptError, SmpError, in_words, written
 from ftckpt.events import Events, log
 from ftckpt.group import Group
 from ftckpt.memory.directory import SMP_LOCK_NAME, list_arenas
@@ -36,16 +36,18 @@ from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
 
-_CLAIM_AGAIN_SECS, _MOST_CLAIM_AGAIN_SECS = 0.5, 60.0
-"""First and longest pause between attempts to claim storage that fails; each is twice the previous one."""
+T = TypeVar("T")
+
+_CLAIM_AGAIN_SECS = 0.5, 60.0
+"""First and longest pause between attempts to claim storage: it may be repaired while the job trains."""
 _REASON_SECS = 5.0
 """Maximum wait for an SMP's reason for a failed flush, as it may not have started the flush that another node has
 given up."""
 _POLL_SECS = 0.05
 _AGAIN_SECS = 10.0
 """Pause after an SMP could not be configured: each attempt costs a process start on a node that trains."""
-_LAST_SECS = 5.0
-"""Maximum wait of an ending job for an SMP that is starting, which takes a second on an idle node."""
+_END_SECS = 5.0
+"""Maximum wait of an ending job for a delivery: an SMP starts within a second on an idle node."""
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """Read limit for the secret's file, in case the setting names a wrong one."""
@@ -69,15 +71,12 @@ class NodeSmp:
     def __init__(
         self, config: Config, topology: Topology, group: Group, events: Events, machines: Sequence[str]
     ) -> None:
-        self._config = config
-        self._topology = topology
-        self._group = group
-        self._events = events
+        self._config, self._topology = config, topology
+        self._group, self._events = group, events
         self._machines = machines
-        self._leads = topology.is_node_leader
         self._port: PortHold | None = None  # reserved for the SMP if this rank leads its node
-        self._claiming: threading.Thread | None = None
-        self._setup = SmpSetup(self._tell, self._fail)
+        self._setup = Delivery("ftckpt-smp-setup", self._tell, self._fail, (_AGAIN_SECS, _AGAIN_SECS))
+        self._claim = Delivery("ftckpt-claim", self._record, self._report_claim, _CLAIM_AGAIN_SECS)
         self._node_dir: Path | None = None
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
@@ -88,9 +87,9 @@ class NodeSmp:
         self.network: NetworkLimit | None = None
         """The network limit of this node's SMP; None before ``configure``, and without peers."""
 
-    def tell_hazards(self, node_dir: Path) -> None:
+    def report_hazards(self, node_dir: Path) -> None:
         """Report hazards of the environment, once the node's directory is locked for this attempt."""
-        if not self._leads:
+        if not self._topology.is_node_leader:
             return
         told = bool(list_arenas(node_dir))
         for hazard in hazards(Path(self._config.arena)):
@@ -125,7 +124,7 @@ class NodeSmp:
         Raises:
             ConfigError: no address was found.
         """
-        if not self._leads:
+        if not self._topology.is_node_leader:
             return SmpReport(os.getpid(), "", 0)
         if self._port is None:
             # Without protection and storage, SMPs do not connect to each other: loopback suffices.
@@ -154,7 +153,8 @@ class NodeSmp:
         and their bytes; ``modes``: of protection; ``received_bytes``: network traffic to this node per snapshot.
         Returns the digest of this node's part, which the SMP publishes in its heartbeat once it is configured.
         """
-        self._claim_storage()  # after all that may refuse the start
+        if self._claim.wanted is None:
+            self.claim_storage(self.lineage)  # after all that may refuse the start
         node = self._topology.me.node
         guarded = {
             "places": {
@@ -167,7 +167,7 @@ class NodeSmp:
             # still has the configuration of an earlier attempt.
             "owner": self._group.name,
         }
-        if self._leads:
+        if self._topology.is_node_leader:
             self._node_dir = node_dir
             description = self._describe(guarded, reports)
             self._setup.want({**description, "modes": list(modes), "received_bytes": received_bytes})
@@ -205,44 +205,29 @@ class NodeSmp:
             self._client = self._find_or_start(self._node_dir, self._port, description)
             problem = self._client.configure(description)
         self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
-        if problem:  # it does the rest; ``SmpSetup`` retries
+        if problem:  # it does the rest; ``Delivery`` retries
             raise SmpError(problem)
         self._port.close()
 
-    def _claim_storage(self, before: threading.Thread | None = None) -> None:
-        """Claim storage for this run, which fences off SMPs of earlier attempts on nodes that this one lacks."""
-        if self._config.persist and self._topology.rank == 0 and self._claiming is None:
-            # On a thread: unreachable storage must not delay training.
-            self._claiming = threading.Thread(target=self._claim, args=(before,), name="ftckpt-claim", daemon=True)
-            self._claiming.start()
+    def claim_storage(self, lineage: Lineage) -> None:
+        """Record ``lineage`` on storage, in the background. This fences off SMPs of earlier attempts on nodes that
+        this one lacks."""
+        if self._config.persist and self._topology.rank == 0:
+            self._claim.want(lineage)
 
-    def claim_again(self, lineage: Lineage) -> None:
-        """Record ``lineage`` on storage, in the background."""
-        self.lineage = lineage
-        before, self._claiming = self._claiming, None
-        self._claim_storage(before)
-
-    def _claim(self, before: threading.Thread | None) -> None:
-        """Retry until it succeeds or the job ends: storage may be repaired while the job trains."""
+    def _record(self, lineage: Lineage) -> None:
         where = Place.of(self._config.persist, self._config.persist_format).snapshots
-        told, pause_secs = "", _CLAIM_AGAIN_SECS
-        if before is not None:
-            before.join()
-        while not self._setup.is_over:
-            try:
-                storage = open_storage(where, "--ftckpt-persist")
-                claim(storage, self._group.name, self._config.job, self._began, self.lineage)
-                return
-            except StorageError as error:
-                if str(error) != told:
-                    told = str(error)
-                    self._events.emit("storage_fails", error=f"this run could not claim it: {error}")
-            time.sleep(pause_secs)
-            pause_secs = min(2 * pause_secs, _MOST_CLAIM_AGAIN_SECS)
+        storage = open_storage(where, "--ftckpt-persist")
+        claim(storage, self._group.name, self._config.job, self._began, lineage)
+
+    def _report_claim(self, error: Exception, is_new: bool) -> None:
+        if is_new:
+            self._events.emit("storage_fails", error=f"this run could not claim it: {error}")
 
     def release(self) -> None:
         """End this rank's part. The SMP keeps running; one that is starting is configured, within a few seconds."""
-        self._setup.end()
+        self._claim.end()
+        self._setup.end(waits=True)
         if self._port is not None:
             self._port.close()
         if self._watch is not None:
@@ -259,7 +244,7 @@ class NodeSmp:
     def flush_problem(self, goes_on: Callable[[], bool] = bool) -> str:
         """Why this node's SMP failed to flush the last snapshot; "" if it did not, or another rank leads the node.
         While its flush ``goes_on``, this waits for a reason: the first node to fail ends the flush on all."""
-        if not self._leads:
+        if not self._topology.is_node_leader:
             return ""
         deadline = time.monotonic() + _REASON_SECS
         while True:
@@ -296,79 +281,88 @@ class NodeSmp:
     def _tell_warning(self, text: str) -> None:
         log.warning("ftckpt: SMP of node %s: %s", self._topology.me.node, written(text))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, is_new: bool = True) -> None:
         self._events.emit("smp_error", error=in_words(error))
 
 
-class SmpSetup:
-    """Configures an SMP on a thread: the latest description counts, and is retried until it is delivered.
+class Delivery(Generic[T]):
+    """Delivers the latest value that is wanted, and retries until it is delivered.
 
     Args:
-        tell: starts the SMP if none runs, and configures it; raises if that fails.
-        fail: receives each error.
+        deliver: raises if that fails.
+        fail: receives each error, and whether it differs from the one before.
+        pauses: the first and the longest pause between attempts in seconds; each is twice the one before.
     """
 
-    def __init__(self, tell: Callable[[Mapping[str, Any]], None], fail: Callable[[Exception], None]) -> None:
-        self._tell, self._fail = tell, fail
+    def __init__(
+        self, name: str, deliver: Callable[[T], None], fail: Callable[[Exception, bool], None],
+        pauses: tuple[float, float],
+    ) -> None:  # fmt: skip
+        self._name, self._deliver, self._fail, self._pauses = name, deliver, fail, pauses
         self._guard = threading.Lock()
-        self._wanted: Mapping[str, Any] | None = None
+        self.wanted: T | None = None
+        """The latest value; None: none yet."""
         self._thread: threading.Thread | None = None  # None: nothing is left to deliver
-        self._settled = threading.Event()  # the latest description was delivered, or failed once
+        self._settled = threading.Event()  # the latest value was delivered, or failed once
         self._over = threading.Event()
-        self._wake = threading.Event()  # set by ``end`` and by a new description: do not pause
+        self._wake = threading.Event()  # set by ``end`` and by a new value: do not pause
         self.problem = ""
-        """Why the latest description could not be delivered."""
+        """Why the latest value could not be delivered."""
 
     @property
     def is_over(self) -> bool:
         """Whether ``end`` was called: nothing more is delivered."""
         return self._over.is_set()
 
-    def want(self, description: Mapping[str, Any]) -> None:
-        """Deliver ``description`` to the SMP as soon as possible; does not wait."""
+    def want(self, value: T) -> None:
+        """Deliver ``value`` as soon as possible; does not wait."""
         with self._guard:
-            self._wanted, self.problem = description, ""
+            self.wanted, self.problem = value, ""
             self._settled.clear()
             self._wake.set()
             if self._thread is not None:
                 return
-            thread = threading.Thread(target=self._run, name="ftckpt-smp-setup", daemon=True)
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # the process may have no more threads
-                self.problem = in_words(error)
-                self._fail(error)
+                self._note(error)
             else:
                 self._thread = thread
 
-    def end(self) -> None:
-        """Stop deliveries; waits up to a few seconds for the one in progress."""
-        thread = self._thread
+    def end(self, waits: bool = False) -> None:
+        """Stop deliveries; with ``waits`` this waits up to a few seconds for the one in progress."""
+        thread = self._thread if waits else None
         if thread is not None:
-            self._settled.wait(_LAST_SECS)
+            self._settled.wait(_END_SECS)
         self._over.set()
         self._wake.set()
         if thread is not None:
-            thread.join(_LAST_SECS if self._settled.is_set() else 0.0)
+            thread.join(_END_SECS if self._settled.is_set() else 0.0)
 
     def _run(self) -> None:
+        pause_secs, longest_secs = self._pauses
         while not self.is_over:
-            self._wake.clear()  # before the read: a later description must end the pause below
-            wanted = self._wanted
-            assert wanted is not None, "set before the thread starts"
+            self._wake.clear()  # before the read: a later value must end the pause below
+            value = self.wanted
+            assert value is not None, "set before the thread starts"
             try:
-                self._tell(wanted)
-            except Exception as error:  # noqa: BLE001 - promise 4: training continues without an SMP
-                self.problem = in_words(error)
-                self._fail(error)
+                self._deliver(value)
+            except Exception as error:  # noqa: BLE001 - promise 4: training continues without it
+                self._note(error)
                 self._settled.set()
-                self._wake.wait(_AGAIN_SECS)
+                self._wake.wait(pause_secs)
+                pause_secs = min(2 * pause_secs, longest_secs)
                 continue
             with self._guard:
-                if self._wanted is wanted:
+                if self.wanted is value:
                     self._thread, self.problem = None, ""
                     self._settled.set()
                     return
+
+    def _note(self, error: Exception) -> None:
+        before, self.problem = self.problem, in_words(error)
+        self._fail(error, self.problem != before)
 
 
 def read_secret(path: Path) -> bytes:

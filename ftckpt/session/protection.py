@@ -135,38 +135,39 @@ class Arrangement:
         )
 
 
+class JoinedNodes(NamedTuple):
+    """The protection that all ranks have computed; ``reports`` on SMPs by rank. ``received_bytes``: network traffic
+    to this node per snapshot, 0 unless this rank leads it."""
+
+    arrangement: Arrangement
+    reports: Sequence[SmpReport]
+    received_bytes: int
+
+
 class Protection:
     """One rank's protection. Construction and ``arrange`` are collective.
 
-    At start, the gather of ``NodeArenas.open`` carries every rank's ``tell`` to all others, which ``join`` with them;
-    ``arrange`` does the same for rebuilt arenas.
+    At start, the gather of ``NodeArenas.open`` carries every rank's ``report`` to all others, which ``join`` with
+    them; ``arrange`` does the same for rebuilt arenas.
 
     Only ``__init__``, ``arrange`` and its parts raise. If protection fails later, an event says so, snapshots stay
     unprotected, and training continues.
     """
 
     def __init__(self, config: Config, topology: Topology, group: Group, events: Events) -> None:
-        self._config = config
-        self._topology = topology
-        self._group = group
-        self._events = events
+        self._config, self._topology = config, topology
+        self._group, self._events = group, events
         places = codec.gather(group, (config.rack, machine()), tuple[str, str])
-        self._racks = [rack for rack, _ in places]
         nodes = [member.node for member in topology.members]
         self._reasons: set[str] = set()  # why modes were dropped, for one event each
         self._gives_up = False  # modes, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
-        self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(self._racks))
+        self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(rack for rack, _ in places))
         self._arena: Arena | None = None
         self._pulse: Heartbeat | None = None
         self._digest = 0
         self._held: Sequence[ArenaRemains] = ()  # by rank
-        self._arrangement: Arrangement | None = None  # between ``join`` and ``begin``
-        self._table: ProtectionTable | None = None  # between ``join`` and ``begin``, on a node's leader
-        self._reports: Sequence[SmpReport] = ()  # by rank, between ``join`` and ``begin``
-        self.is_set_up = False
-        """Whether training has passed a boundary in this attempt."""
 
     @property
     def protects(self) -> bool:
@@ -201,13 +202,13 @@ class Protection:
             ConfigError: invalid modes, groups, secret or address; on all ranks together.
         """
         self._arena = arena  # first: whatever fails below, marks must go to the arena in use
-        told = gather_all(self._group, lambda: self.tell(arena.image, arena.path.name, arena), RankReport)
+        told = gather_all(self._group, lambda: self.report(arena.image, arena.path.name, arena), RankReport)
         # Training runs: protection for which there is no room waits.
-        together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
+        joined = together(self._group, lambda: self.join(arena, told, coming_bytes, slots, lacking=True))
         # Together, too: if one rank alone stopped protection, its votes would differ from the others'.
-        together(self._group, self.begin)
+        together(self._group, lambda: self.begin(arena, joined))
 
-    def tell(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
+    def report(self, image: SlotImage, name: str, existing: Arena | None) -> RankReport:
         """Report this rank's arena, ``name``, which need not exist yet, and its SMP to the other ranks.
 
         Raises:
@@ -219,13 +220,15 @@ class Protection:
             held = ArenaRemains(existing.control.protected(), tuple(existing.snapshots()))
         return RankReport(holding, held, self.smp.offer_secret(), self.smp.report())
 
-    def join(self, arena: Arena, ranks: Sequence[RankReport], coming_bytes: int, slots: int, lacking: bool) -> None:
+    def join(
+        self, arena: Arena, ranks: Sequence[RankReport], coming_bytes: int, slots: int, lacking: bool
+    ) -> JoinedNodes:
         """Compute the parity groups from the reports of all ``ranks``, and check them; raises as ``arrange``.
 
         Raises:
             MemoryBudgetError: the node has no room for parity and packages, and ``lacking`` does not permit that.
         """
-        self._arena, node_dir = arena, arena.path.parent
+        self._arena, node, node_dir = arena, self._topology.me.node, arena.path.parent
         self._held = [rank.held for rank in ranks]
         self._open_pulse(node_dir)
         self.smp.agree_on_secret([rank.secret for rank in ranks])
@@ -233,24 +236,20 @@ class Protection:
         in_slots = slot_groups(holdings)
         # Resolved again: only the arenas show whether replica sets span nodes.
         self.modes = self.resolve(spans_nodes=bool(in_slots), lessens=True)
-        self._arrangement = Arrangement.of(holdings, in_slots, self.modes)
-        self._reports = [rank.smp for rank in ranks]
+        arrangement, received_bytes = Arrangement.of(holdings, in_slots, self.modes), 0
         if self._topology.is_node_leader:  # once per node
-            self._table = self._check(self._arrangement, node_dir, coming_bytes, slots, lacking)
+            received_bytes = self._check(arrangement, node_dir, coming_bytes, slots, lacking).network[node]
+        return JoinedNodes(arrangement, [rank.smp for rank in ranks], received_bytes)
 
-    def begin(self) -> None:
+    def begin(self, arena: Arena, joined: JoinedNodes) -> None:
         """Configure this node's SMP with the groups that ``join`` computed on all ranks."""
-        arrangement, table, reports, arena = self._arrangement, self._table, self._reports, self._arena
-        node = self._topology.me.node
-        assert arrangement is not None and arena is not None, "call ``join`` first"
-        self._arrangement, self._table, self._reports = None, None, ()  # as large as the job
-        packages, holdings = arrangement.packages_on(node), arrangement.holdings
-        received_bytes = table.network[node] if table is not None else 0
+        arrangement, nbytes = joined.arrangement, joined.received_bytes
+        packages = arrangement.packages_on(self._topology.me.node)
         self._digest = self.smp.configure(
-            arena.path.parent, reports, holdings, arrangement.groups, packages,
-            modes=self.modes.names, received_bytes=received_bytes,
+            arena.path.parent, joined.reports, arrangement.holdings, arrangement.groups, packages,
+            modes=self.modes.names, received_bytes=nbytes,
         )  # fmt: skip
-        self._tell_network(received_bytes)
+        self._report_network(nbytes)
 
     def lessen(self, error: MemoryBudgetError) -> bool:
         """Drop a mode to stay within ``memory_limit``, under ``protect: auto``; returns whether one was dropped."""
@@ -258,7 +257,7 @@ class Protection:
         if modes is None:
             return False
         without = ",".join(name for name in self.modes.names if name not in modes.names)
-        self._tell_less([f"{error}; given up: {without}; name it in --ftckpt-protect to require it"])
+        self._report_less([f"{error}; given up: {without}; name it in --ftckpt-protect to require it"])
         self.modes, self._gives_up = modes, True
         return True
 
@@ -284,12 +283,12 @@ class Protection:
         if self._pulse is not None:
             self._pulse.beat(iteration, phase)
 
-    def tell_copying(self, copying: bool) -> None:
+    def report_copying(self, copying: bool) -> None:
         """Publish whether this rank copies now: the SMP then leaves CPU and memory bandwidth to it. Thread-safe."""
         if self._pulse is not None:
             self._pulse.tell_copying(copying)
 
-    def tell_counts(self, counts: Sequence[int]) -> None:
+    def publish_counts(self, counts: Sequence[int]) -> None:
         """Publish this rank's counters, for monitoring."""
         if self._pulse is not None:
             self._pulse.tell_counts(counts)
@@ -356,12 +355,12 @@ class Protection:
             modes, left_out = possible_modes(config.protect, nodes, spans_nodes, **peer)
             if left_out and not (modes.names or config.layouts):
                 raise ConfigError(left_out[0])
-            self._tell_less(left_out)
+            self._report_less(left_out)
         else:
             modes = resolve_modes(config.protect, nodes, spans_nodes, **peer)
         return (lessened(modes) if self._gives_up else None) or modes
 
-    def _tell_less(self, reasons: Sequence[str]) -> None:
+    def _report_less(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
             if reason not in self._reasons:
                 self._reasons.add(reason)
@@ -409,7 +408,7 @@ class Protection:
         share = f"{config.smp_cores:g} of a node's idle cores allows" if config.smp_cores else "possible"
         return f"as often as {share}, at least every {MAX_REST_SECS:.0f} s"
 
-    def _tell_network(self, nbytes: int) -> None:
+    def _report_network(self, nbytes: int) -> None:
         """Log the network load of a snapshot, of which this node receives ``nbytes``; warn if it takes too long."""
         limit = self.smp.network
         if limit is None or nbytes == 0:

@@ -79,22 +79,22 @@ class ProtectionScheduler:
         """A scheduler as configured, for a job with protection."""
         return cls(1 if config.protect_interval == "auto" else config.protect_interval, config.protect_timeout_secs)
 
-    def learn(self, verdict: VoteResult, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
+    def learn(self, result: VoteResult, lineage: bytes, now_secs: float) -> Iterator[Announcement]:
         """Apply a vote result; announces targets that were protected or given up, and long delays."""
-        yield from self._settle(verdict, now_secs)
-        yield from self._note_delay(verdict, now_secs)
+        yield from self._settle(result, now_secs)
+        yield from self._note_delay(result, now_secs)
         self.waits = False
-        if not self.interval or verdict.number < self.due or verdict.newest < 0:
+        if not self.interval or result.number < self.due or result.newest < 0:
             return
-        newest = SnapshotId(lineage, verdict.newest)
+        newest = SnapshotId(lineage, result.newest)
         if self.target is not None or newest in (self.protected, self.given_up):
             return
         if self.behind_since_secs is None:
             self.behind_since_secs = now_secs
-        if verdict.cover == TaskState.DONE:  # some node's SMP is throttled
+        if result.cover == TaskState.DONE:  # some node's SMP is throttled
             self.unable_since_secs, self.waits = None, True
-        elif verdict.cover != TaskState.CANNOT:
-            self.target, self.due, self.chosen_secs = newest, verdict.number + self.interval, now_secs
+        elif result.cover != TaskState.CANNOT:
+            self.target, self.due, self.chosen_secs = newest, result.number + self.interval, now_secs
             self.unable_since_secs = None
         else:
             self.waits = True
@@ -141,12 +141,12 @@ class ProtectionScheduler:
         self.forget()
         self.interval = 0
 
-    def _settle(self, verdict: VoteResult, now_secs: float) -> Iterator[Announcement]:
+    def _settle(self, result: VoteResult, now_secs: float) -> Iterator[Announcement]:
         target = self.target
         # A result may be older than the target: a late rank posted its vote before it knew of the target.
-        if target is None or verdict.target != target.iteration or verdict.cover == TaskState.WORKING:
+        if target is None or result.target != target.iteration or result.cover == TaskState.WORKING:
             return
-        if verdict.cover >= TaskState.DONE:
+        if result.cover >= TaskState.DONE:
             secs, again = now_secs - self.chosen_secs, self.degraded
             yield Announcement("protected", {"iteration": target.iteration, "secs": secs, "again": again})
             self.protected, self.degraded, self.rests_until_secs = target, False, 0.0
@@ -160,14 +160,14 @@ class ProtectionScheduler:
             self.degraded, self.given_up = True, target
         self.target = None
 
-    def _note_delay(self, verdict: VoteResult, now_secs: float) -> Iterator[Announcement]:
+    def _note_delay(self, result: VoteResult, now_secs: float) -> Iterator[Announcement]:
         since = self.behind_since_secs
         if since is None or now_secs - since <= _MAX_DELAY_SECS or self.delayed or self.degraded:
             return
-        why = _WHY_DELAYED.get(verdict.cover)
+        why = _WHY_DELAYED.get(result.cover)
         if why is not None:
             self.delayed = True
-            reason = why.format(verdict.target)
+            reason = why.format(result.target)
             yield Announcement("protection_slow", {"secs": round(now_secs - since, 1), "reason": reason})
 
     def _not_protected(self, snapshot: SnapshotId, **why: str) -> Announcement:

@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ftckpt.model.sampled import SampleOutcome, position_of
 from ftckpt.session.actions import Divergence
 from ftckpt.session.vote import VoteResult
 
 _LAST_PROOF = 8
-
-
-@dataclass
-class Proofs:
-    """The snapshots, counted from 1, with a proof that replicas are still identical.
-
-    Replicas that differ by configuration do so in the first optimizer steps, so proofs come at 1, 2, 4 and 8, counted
-    from the first real step: while all steps are skipped, as during the search for a loss scale, a proof proves
-    nothing, and the next snapshot has another one. Later snapshots are only sampled.
-
-    ``repeats``: whether snapshots after the first have proofs.
-    """
-
-    repeats: bool
-    begin: int = 0
-    """The last snapshot whose proof preceded all steps."""
-    begun: bool = False
-
-    def due(self, number: int) -> bool:
-        """Whether snapshot ``number`` has a proof. A proof is collective, so this must not depend on vote results,
-        which some ranks may not have read."""
-        since = number - self.begin
-        return number == 1 or (self.repeats and since <= _LAST_PROOF and since & (since - 1) == 0)
-
-    def learn(self, number: int, stepped: bool) -> None:
-        """Note the proof of snapshot ``number``; ``stepped``: state may have changed on some rank (gathered)."""
-        self.begun = self.begun or stepped
-        if not self.begun:
-            self.begin = number
 
 
 class ReplicaTrust:
@@ -74,16 +43,22 @@ class ReplicaCheck:
     """Proofs, samples and alarms. A pure state machine as ``ftckpt.session.session``: the same on all ranks, as soon
     as they have read the same results.
 
+    Replicas that differ by configuration do so in the first optimizer steps, so proofs come at snapshots 1, 2, 4 and
+    8, counted from the first real step: while all steps are skipped, as during the search for a loss scale, a proof
+    proves nothing, and the next snapshot has another one. Later snapshots are only sampled.
+
     An alarm is a sample that differs. No snapshot is taken from then on until a proof, which all ranks enter once
     each of them has read of the alarm.
 
     Args:
-        repeats: see ``Proofs``.
+        repeats: whether snapshots after the first have proofs.
         delay: snapshots after which every rank that is still on has read a result.
     """
 
     def __init__(self, repeats: bool, delay: int) -> None:
-        self._proofs, self._delay = Proofs(repeats), delay
+        self._repeats, self._delay = repeats, delay
+        self._begin = 0  # the last snapshot whose proof preceded all steps
+        self._has_stepped = False  # at the last proof, on some rank
         self._trust = ReplicaTrust(0, -1)
         self._trusted_before = -1  # ``trusted`` just before the last proof
         self._proved = 0  # the number of the snapshot with the last proof
@@ -126,18 +101,21 @@ class ReplicaCheck:
         """Whether snapshot ``number`` is preceded by a proof, which all ranks enter."""
         # Every rank that is still on has read of the alarm by then.
         is_alarm_due = self._alarm is not None and number >= self._alarm + self._delay
-        return self._is_stale or is_alarm_due or self._proofs.due(number)
+        # A proof is collective: whether it is due must not depend on results that some ranks may not have read.
+        since = number - self._begin
+        is_early = number == 1 or (self._repeats and since <= _LAST_PROOF and since & (since - 1) == 0)
+        return self._is_stale or is_alarm_due or is_early
 
-    def compare(self, verdict: VoteResult) -> list[Divergence]:
-        """Apply the sample that accompanied ``verdict``."""
-        iteration = self._iterations.pop(verdict.number, -1)
-        if verdict.replicas == SampleOutcome.MATCHED:
-            self._trust.match(verdict.number, iteration)
-        if verdict.replicas != SampleOutcome.DIFFER or self._alarm is not None:
+    def compare(self, result: VoteResult) -> list[Divergence]:
+        """Apply the sample that accompanied ``result``."""
+        iteration = self._iterations.pop(result.number, -1)
+        if result.replicas == SampleOutcome.MATCHED:
+            self._trust.match(result.number, iteration)
+        if result.replicas != SampleOutcome.DIFFER or self._alarm is not None:
             return []
-        if verdict.number < self._proved:  # read late: a newer proof has settled it
+        if result.number < self._proved:  # read late: a newer proof has settled it
             return [Divergence(self._trusted_before, iteration)]
-        self._alarm = verdict.number
+        self._alarm = result.number
         return [Divergence(self.trusted, iteration)]
 
     def mistrust(self) -> list[Divergence]:
@@ -147,12 +125,15 @@ class ReplicaCheck:
         return [] if is_known else [Divergence(self.trusted, self._before)]
 
     def proved(self, number: int, stepped: bool, changed: bool, new_arenas: bool) -> None:
-        """Apply the outcome of the proof before snapshot ``number``, see ``Proof``.
+        """Apply the outcome of the proof before snapshot ``number``, see ``Proof``. ``stepped``: state may have
+        changed on some rank.
 
         If the arenas could not be rebuilt at once, no snapshot is taken until they are: it would be committed and
         wrong.
         """
-        self._proofs.learn(number, stepped)
+        self._has_stepped = self._has_stepped or stepped
+        if not self._has_stepped:
+            self._begin = number
         self._is_stale = changed and not new_arenas
         self._alarm, self._proved, self._trusted_before = None, number, self.trusted
         if not changed:

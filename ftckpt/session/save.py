@@ -15,19 +15,19 @@ import xxhash
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError, LostError, MismatchError
 from ftckpt.events import Events
-from ftckpt.group import Group, together
+from ftckpt.group import Group, gather_all, together
 from ftckpt.host_memory import host_memory
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.inventory import ArenaReport, report_arena
+from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.restore.decide import newest_whole
-from ftckpt.restore.inventory import ArenaReport, report_arena
-from ftckpt.restore.load import Transfer, execute, fetch, reader_for, transfers_of
-from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.load import Reads, Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.reconstruction_plan import in_batches
 from ftckpt.restore.tensor_index import Index, ShardEntry
 from ftckpt.universal.arenas import (
@@ -141,7 +141,7 @@ class UniversalSave:
 
     def _choose(self) -> int:
         """Choose the newest snapshot that all ranks have sealed, and verify it; returns its iteration."""
-        gathered = codec.gather(self._group, together(self._group, self._report_own), list[_RankReport])
+        gathered = gather_all(self._group, self._report_own, list[_RankReport])
         by_shard = {each.arena.shard: each for reports in gathered for each in reports}
         try:
             decision = newest_whole([each.arena for each in by_shard.values()], self._topology)
@@ -182,7 +182,7 @@ class UniversalSave:
             mine = [entry.index for entry in entries if entry.shard == me and times[entry.fragment] > 1]
             return [(index, xxhash.xxh3_64_intdigest(self._bytes(index))) for index in mine]
 
-        gathered = codec.gather(self._group, together(self._group, hash_mine), list[tuple[int, int]])
+        gathered = gather_all(self._group, hash_mine, list[tuple[int, int]])
         members = zip(self._topology.members, gathered, strict=True)
         hashes = {(member.shard, index): value for member, pairs in members for index, value in pairs}
         return without_doubles(entries, lambda entry: hashes[entry.shard, entry.index])
@@ -201,7 +201,7 @@ class UniversalSave:
             reader = reader_for(self._topology, shard.source)
             transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
         # On all ranks: the others must serve the reads.
-        execute(self._group, lambda: transfers, self._arenas)
+        execute(self._group, lambda: Reads.of(self._group.rank, transfers, self._arenas.shard), self._arenas)
         return together(
             self._group, lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes()))
         )
@@ -266,9 +266,10 @@ class _Arrivals:
     def _bring(self, problem: Exception | None = None) -> None:
         self._here.extend((rows, host_memory(rows.nbytes)) for rows in next(self._batched, ()))
 
-        def plan() -> Sequence[Transfer]:
+        def plan() -> Reads:
             _raise(problem)
-            return self._plan([(rows.fragment, buffer) for rows, buffer in self._here])
+            transfers = self._plan([(rows.fragment, buffer) for rows, buffer in self._here])
+            return Reads.of(self._group.rank, transfers, self._arenas.shard)
 
         self._left, self._failed = self._left - 1, True
         execute(self._group, plan, self._arenas)

@@ -14,14 +14,10 @@ from ftckpt.array_types import Integers
 from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
-from ftckpt.capture.copier import TellCopying
 from ftckpt.capture.device_copier import make_copier
-from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy
 from ftckpt.capture.sample import Sampler
-from ftckpt.config import Config
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
-from ftckpt.events import Events
-from ftckpt.group import Group, gather_bytes
+from ftckpt.group import gather_bytes
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import PINNING_NAME
 from ftckpt.model import codec
@@ -32,8 +28,7 @@ from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description
 from ftckpt.schedule.window_scheduler import WindowScheduler
-from ftckpt.session.arenas import NodeArenas
-from ftckpt.session.protection import Protection
+from ftckpt.session.rank_context import RankContext
 
 _MIN_SLOTS = 2
 """Minimum of slots for snapshots: one is written while the other keeps the newest."""
@@ -52,8 +47,8 @@ class Proof(NamedTuple):
     """
 
     stepped: bool
-    changed: bool
-    new_arenas: bool
+    changed: bool = False
+    new_arenas: bool = False
     differing: tuple[str, ...] = ()
     odd_ranks: tuple[int, ...] = ()
     parted: bool = False
@@ -68,78 +63,61 @@ class Shard:
     """
 
     def __init__(
-        self,
-        config: Config,
-        topology: Topology,
-        group: Group,
-        *,
-        arenas: NodeArenas,
-        events: Events,
-        described: Description,
-        pacer: WindowScheduler,
-        locality: Locality,
-        tell_copying: TellCopying,
-        redundancy: Redundancy = NO_REDUNDANCY,
+        self, rank: RankContext, described: Description, scheduler: WindowScheduler, locality: Locality
     ) -> None:
-        self._config = config
-        self._topology = topology
-        self._group = group
-        self._arenas = arenas
-        self._events = events
+        self._rank, self._scheduler, self._locality = rank, scheduler, locality
         self._described: Description | None = described
-        self._pacer = pacer
-        self._locality = locality
-        self._tell_copying = tell_copying
-        self._redundancy = redundancy
         self.capacities: list[int] | None = None
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
         self._sampler: Sampler | None = None
         self._sharing: ReplicaMap | None = None
-        self._told: set[str] = set()  # differing fragments: a repeated proof finds the same ones again
+        self._reported: set[str] = set()  # differing fragments: a repeated proof finds the same ones again
         self.num_differing = 0
         """Fragments that proofs have found to differ between replicas, which were identical before."""
 
-    def lay_out(
-        self, whole: SnapshotId | None, protection: Protection | None = None, cast: Collection[str] = ()
-    ) -> None:
-        """Decide what this rank copies, and open an arena for it; raises on all ranks together.
+    @property
+    def state(self) -> Description:
+        """The training state as described at start; not after ``release``."""
+        assert self._described is not None, "let go of"
+        return self._described
 
-        ``whole`` is the snapshot in the arenas from which the job resumes. ``protection``: see ``NodeArenas.open``,
-        ``cast``: see ``assign``.
+    def lay_out(self, committed: SnapshotId | None, cast: Collection[str] = ()) -> None:
+        """Decide what this rank copies, and open an arena and protection for it; raises on all ranks together.
+
+        ``committed`` is the snapshot in the arenas from which the job resumes. ``cast``: see ``assign``.
         """
+        arenas, protection = self._rank.arenas, self._rank.protection
         assignment = self._assign(cast)
-        self._tell_differing(assignment.differing)
+        self._report_differing(assignment.differing)
         lacking = False
         while True:
             try:
                 use = partial(self._use, assignment)
-                arena = self._arenas.open(assignment.manifest, whole, use, protection, lacking)
+                arena = arenas.open(assignment.manifest, committed, use, protection, lacking)
                 break
             except MemoryBudgetError as error:
                 self._leave_arena()
-                if protection is not None and protection.lessen(error):
+                if protection.lessen(error):
                     continue
                 # The state is loaded from memory: the job continues, and slots are allocated when there is room.
-                if whole is None or lacking:
+                if committed is None or lacking:
                     raise
                 lacking = True
-        slots = self._arenas.slots
-        host_bytes = arena.image.file_bytes * slots
         copied = self.capture.stepped_bytes if self.capture is not None else 0
-        interval = self._config.interval
+        interval = self._rank.config.interval
         often = "as often as the budget allows" if interval == "auto" else f"every {interval} iteration(s)"
-        self._events.announce(
-            f"a snapshot {often} copies {copied / 1e6:.1f} MB from rank 0 "
-            f"into {slots} slots, {host_bytes / 1e6:.1f} MB, at {arena.path}"
+        self._rank.events.announce(
+            f"a snapshot {often} copies {copied / 1e6:.1f} MB from rank 0 into {arenas.slots} slots, "
+            f"{arena.image.file_bytes * arenas.slots / 1e6:.1f} MB, at {arena.path}"
         )
 
     def note_capacity(self) -> None:
         """Store the capacity of this rank's windows for the next start, unless this start had capacities."""
         if self.capacities is None and self.capture is not None:
-            self.capture.arena.control.mark_capacity(self._pacer.capacity_bytes)
+            self.capture.arena.control.mark_capacity(self._scheduler.capacity_bytes)
 
-    def prove(self, late: bool, stepped: bool, whole: SnapshotId | None) -> Proof:
+    def prove(self, late: bool, stepped: bool, committed: SnapshotId | None) -> Proof:
         """Verify the assumptions about derived pieces and replicas; rebuild the arenas if they do not hold.
 
         ``late``: this rank may lack vote results, or its copies run. ``stepped``: optimizer-updated state may have
@@ -150,21 +128,21 @@ class Shard:
         """
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
-            return Proof(stepped, changed=False, new_arenas=False)
+            return Proof(stepped)
         if not assignment.belief.needed:  # the same on all ranks: nothing collective follows
-            return Proof(True, changed=False, new_arenas=False)
+            return Proof(True)
         stepped, holds = self._look(assignment, stepped)
         if holds:
-            return Proof(stepped, changed=False, new_arenas=False)
+            return Proof(stepped)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
-        broken = self._tell_broken(assignment, checked)
+        broken = self._report_broken(assignment, checked)
         found = {name: odd for name, odd in checked.differing.items() if name not in assignment.differing}
-        self.num_differing += self._tell_differing(found)
-        ends = bool(found) and self._config.on_corruption == "abort"
+        self.num_differing += self._report_differing(found)
+        ends = bool(found) and self._rank.config.on_corruption == "abort"
         names = list(found)[:_MOST_NAMED]
         post = json.dumps([stepped, late, changed, broken, ends, names, odd_ranks(found)]).encode()
-        posts = [json.loads(data) for data in self._group.gather(post)]
+        posts = [json.loads(data) for data in self._rank.group.gather(post)]
         steps, lates, changes, breaks, all_ends, all_names, odd = zip(*posts, strict=True)
         differing = tuple(dict.fromkeys(chain.from_iterable(all_names)))
         # A late rank must not treat its arena as an old one. If the job is to end, on any rank's settings, memory
@@ -172,7 +150,7 @@ class Shard:
         ends = any(all_ends)
         new_arenas = any(changes) and not any(lates) and not ends
         if new_arenas:
-            self._lay_out_anew(capture, checked, whole)
+            self._lay_out_anew(capture, checked, committed)
         all_odd = tuple(sorted({*chain.from_iterable(odd)}))
         parted = bool(differing) or any(breaks)
         return Proof(any(steps), any(changes), new_arenas, differing, all_odd, parted, ends)
@@ -184,7 +162,7 @@ class Shard:
             follows, digests = assignment.belief.look()
             return bytes([stepped, follows]) + digests
 
-        seen = gather_bytes(self._group, look)
+        seen = gather_bytes(self._rank.group, look)
         holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
         return any(one[0] for one in seen), holds
 
@@ -209,28 +187,28 @@ class Shard:
         """Whether the assumptions about derived pieces and replicas hold on all ranks. Collective."""
         assignment = self._assignment
         same = assignment is not None and self._assign().manifest == assignment.manifest
-        return all(codec.gather(self._group, same, bool))
+        return all(codec.gather(self._rank.group, same, bool))
 
     def supply(self) -> None:
         """Start to allocate the missing slots of the arena; call it after the last check of the node's memory."""
         if self.capture is not None:
-            self._arenas.supply(self.capture.arena)
+            self._rank.arenas.supply(self.capture.arena)
 
     def complete(self, keep: Collection[SnapshotId]) -> None:
         """Add the slots that have been allocated since. If all others are in ``keep``, this waits for a slot that the
         start left to the background."""
-        if self.capture is not None and (self.capture.lacks_slots or not self._arenas.settled):
+        if self.capture is not None and (self.capture.lacks_slots or not self._rank.arenas.settled):
             lacks = self.capture.lacks_slots and not self.capture.has_room(keep)
             waits = lacks and self.capture.takes_fresh_slots
-            self.capture.use_slots(self._arenas.complete(self.capture.arena, waits))
+            self.capture.use_slots(self._rank.arenas.complete(self.capture.arena, waits))
 
     @property
     def shortage(self) -> str:
         """Why this rank can take no snapshots: all its memory is one slot, which keeps the newest; else empty."""
         few = self.capture is not None and self.capture.num_slots < _MIN_SLOTS
-        return self._arenas.shortage if few else ""
+        return self._rank.arenas.shortage if few else ""
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """Drop all references to training state, once ftckpt is off; returns whether there were any."""
         held = self._described is not None
         self._described = self._assignment = self._sampler = self._sharing = None
@@ -243,65 +221,65 @@ class Shard:
             capture.close()
             capture.arena.close()
 
-    def _lay_out_anew(self, capture: Capture, checked: Assignment, whole: SnapshotId | None) -> None:
+    def _lay_out_anew(self, capture: Capture, checked: Assignment, committed: SnapshotId | None) -> None:
         # First: if no arena can be allocated, no capture may refer to the closed one.
         self.capture = self._sampler = None
         capture.close()
-        self._arenas.replace(capture.arena, whole, checked.manifest, partial(self._use, checked))
+        self._rank.arenas.replace(capture.arena, committed, checked.manifest, partial(self._use, checked))
 
     def _use(self, assignment: Assignment, arena: Arena) -> None:
-        pacer, own_stream = self._pacer, self._config.schedule != "thread"
+        config, scheduler = self._rank.config, self._scheduler
         copier = make_copier(
-            pacer.clock, own_stream, self._tell_copying, locality=self._locality,
-            turns=self._arenas.path / PINNING_NAME, tell_far=self._tell_far, pins=self._config.pin == "on",
+            scheduler.clock, config.schedule != "thread", self._rank.protection.report_copying,
+            locality=self._locality, turns=self._rank.arenas.path / PINNING_NAME, tell_far=self._report_far,
+            pins=config.pin == "on",
         )  # fmt: skip
         self._assignment = assignment
         try:
-            self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, pacer.windows)
+            self.capture = Capture(arena, assignment.pieces, assignment.parts, copier, scheduler.windows)
         except BaseException:  # it has no other owner
             arena.close()
             raise
-        limit = self._config.replica_check_interval
-        self._sampler = Sampler(assignment, self._group.rank, self._group.size, limit)
+        group = self._rank.group
+        self._sampler = Sampler(assignment, group.rank, group.size, config.replica_check_interval)
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
         spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
-        self._events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
+        self._rank.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
 
     def _assign(self, cast: Collection[str] = ()) -> Assignment:
-        config, described = self._config, self._described
-        assert described is not None, "let go of"
+        config, described, group = self._rank.config, self.state, self._rank.group
         room = config.objects_bytes + described.objects_bytes
         if self._sharing is None:
-            self._sharing = gather_sharing(self._group, described)
+            self._sharing = gather_sharing(group, described)
         return assign(
-            self._group, self._topology, described, room, config.chunk_bytes, self.capacities, self._redundancy,
-            self._sharing, cast,
+            group, self._rank.topology, described, room, config.chunk_bytes, self.capacities,
+            self._rank.protection.redundancy, self._sharing, cast,
         )  # fmt: skip
 
-    def _tell_far(self, node: int, pages: Mapping[int, int]) -> None:
+    def _report_far(self, node: int, pages: Mapping[int, int]) -> None:
         found = ", ".join(f"{num} on {other}" for other, num in pages.items())
-        self._events.emit(
+        self._rank.events.emit(
             "environment", name="far slots",
             text=f"sampled slot pages are not on the device's NUMA node {node}: {found}; copies are slower",
             remedy="bind each rank to the cores and the memory of its device's NUMA node",
         )  # fmt: skip
 
-    def _tell_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:
+    def _report_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:
         """Report differing fragments once; returns how many are new."""
-        fresh = {name: odd for name, odd in found.items() if name not in self._told}
+        fresh = {name: odd for name, odd in found.items() if name not in self._reported}
         if fresh:
-            names, odd = list(fresh)[:_MOST_NAMED], self._topology.named(odd_ranks(fresh))
-            self._events.emit("replicas_differ", fragments=names, num=len(fresh), odd_ranks=odd)
-        self._told.update(fresh)
+            names, odd = list(fresh)[:_MOST_NAMED], self._rank.topology.named(odd_ranks(fresh))
+            self._rank.events.emit("replicas_differ", fragments=names, num=len(fresh), odd_ranks=odd)
+        self._reported.update(fresh)
         return len(fresh)
 
-    def _tell_broken(self, assignment: Assignment, checked: Assignment) -> bool:
+    def _report_broken(self, assignment: Assignment, checked: Assignment) -> bool:
         """Report pieces that can no longer be derived; returns whether there are any."""
         still = {piece.fragment.key for piece in checked.derived}
         broken = [piece.fragment.key for piece in assignment.derived if piece.fragment.key not in still]
         if broken:
-            self._events.emit("not_derived", keys=broken[:_MOST_NAMED], num=len(broken))
+            self._rank.events.emit("not_derived", keys=broken[:_MOST_NAMED], num=len(broken))
         return bool(broken)
 
 

@@ -12,6 +12,7 @@ from ftckpt.memory.arena import Arena
 from ftckpt.memory.heartbeat import HeartbeatGauge
 from ftckpt.memory.lineage_file import mark_doubtful
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.notice import Notice
 from ftckpt.schedule.window_scheduler import WindowScheduler
 from ftckpt.session import deadlines
 from ftckpt.session.actions import (
@@ -26,12 +27,14 @@ from ftckpt.session.actions import (
     TakeSnapshot,
     UpdateTargets,
 )
-from ftckpt.session.rank_parts import RankContext
+from ftckpt.session.rank_context import RankContext
 from ftckpt.session.shard import Shard, corruption_text
 from ftckpt.session.vote import Readiness, TaskState, Vote
 
 _LOOK_SECS = 0.01
 """Pause between the first two polls of the SMP's state, doubled by each: a long pipeline has hundreds of phases."""
+
+NO_REASON = "timed out, and no SMP reported a reason"
 
 _MEASURED_AT = 16
 """Number of the snapshot at which the capacity of the windows is stored for the next start, which sizes shares by
@@ -46,17 +49,14 @@ class SnapshotDriver:
         kept: keeps the state of each boundary, if the job flushes its final snapshot.
     """
 
-    def __init__(self, rank: RankContext, shard: Shard, pacer: WindowScheduler, kept: LastBoundary | None) -> None:
-        self._config, self._topology = rank.config, rank.topology
-        self._events, self._links, self._numbers = rank.events, rank.links, rank.numbers
-        self._protection, self._storage, self._arenas = rank.protection, rank.storage, rank.arenas
-        self._attempt, self._state, self._training_state = rank.attempt, rank.state, rank.training_state
-        self._shard = shard
-        self._pacer = pacer
-        self.kept = kept
-        """None if there is no final flush."""
+    def __init__(
+        self, rank: RankContext, shard: Shard, scheduler: WindowScheduler, kept: LastBoundary | None
+    ) -> None:
+        self._rank, self._state = rank, rank.state
+        self.shard, self.scheduler, self.kept = shard, scheduler, kept
         self._last_fenced = 0  # the number of the last snapshot whose copies were awaited
-        self._raised: StorageError | None = None  # all ranks raise it at the next boundary with a snapshot
+        self._flush_error: StorageError | None = None  # all ranks raise it at the next boundary with a snapshot
+        self._flush_posted = -1  # the last iteration for which this rank has posted why its flush failed
         self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         self.begun = -1
         """The iteration of the last snapshot that this rank started; -1: none."""
@@ -65,7 +65,7 @@ class SnapshotDriver:
     @property
     def capture(self) -> Capture | None:
         """The copier of this rank's shard into its arena; None if no arena could be allocated."""
-        return self._shard.capture
+        return self.shard.capture
 
     @property
     def arena(self) -> Arena | None:
@@ -76,8 +76,8 @@ class SnapshotDriver:
         """Start: snapshots have ``lineage``, training resumes from ``restored``, parts of which may have been
         reconstructed (``rebuilt``)."""
         self._state.begin(lineage, restored, time.monotonic(), in_memory)
-        self._state.replicas.lay_out(self._shard.positions, self._state.iteration)
-        self._state.take_over(*self._protection.survey(restored, rebuilt))
+        self._state.replicas.lay_out(self.shard.positions, restored.iteration if restored is not None else -1)
+        self._state.adopt(*self._rank.protection.survey(restored, rebuilt))
         self._mark_arrangement()
 
     def require_calls(self) -> None:
@@ -95,8 +95,8 @@ class SnapshotDriver:
             except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
                 self.fail(error)
         if waits:
-            self._numbers.fenced(secs := time.perf_counter() - begin)
-            self._events.emit("fence", blocked_secs=secs)
+            self._rank.numbers.fenced(secs := time.perf_counter() - begin)
+            self._rank.events.emit("fence", blocked_secs=secs)
 
     def post_if_known(self) -> None:
         """Post this rank's vote before the fence, if the fence could not add to it. Polls with growing pauses."""
@@ -118,9 +118,10 @@ class SnapshotDriver:
         except Exception as error:  # noqa: BLE001 - promise 4: training continues whatever a snapshot does
             self.fail(error)
 
-    def boundary(self, iteration: int, begin: float) -> None:
+    def boundary(self, iteration: int, begin: float, has_stepped: bool) -> None:
         """Take the snapshot of ``iteration`` if one is due and all ranks take it. ``begin``: when this boundary
-        started, by ``time.perf_counter``.
+        started, by ``time.perf_counter``. ``has_stepped``: optimizer-updated state of this rank may have changed
+        since the start.
 
         Raises:
             SilentCorruptionError: on all ranks, under ``on_corruption: abort``.
@@ -132,12 +133,12 @@ class SnapshotDriver:
             return
         self._look_again_secs, self._pause_secs = 0.0, _LOOK_SECS
         if self._state.boundary(iteration):
-            self._snapshot(iteration, begin)
+            self._snapshot(iteration, begin, has_stepped)
         else:
             if self._state.unread:
                 self._read()
             self._vote()
-            self._pacer.learn()
+            self.scheduler.learn()
 
     def settle(self, wait_secs: float) -> None:
         """Wait at most ``wait_secs`` for the copies of the last fenced snapshot."""
@@ -147,22 +148,28 @@ class SnapshotDriver:
         except Exception as error:  # noqa: BLE001 - the votes of the other ranks must still be read
             self.fail(error)
 
-    def let_go(self) -> bool:
-        """Release references to training state, once ftckpt is off and no proof follows; returns whether any was."""
-        if not self._shard.let_go():
-            return False
+    def release(self) -> None:
+        """Release references to training state, once ftckpt is off and no proof follows."""
+        if self.shard.release():
+            self.kept = None
+            self.scheduler.close()
+
+    def close(self) -> None:
+        """Stop copies; call it before their arena is closed."""
         self.kept = None
-        return True
+        if self.capture is not None:
+            self.capture.close()
+        self.scheduler.close()
 
     def take(self, decision: TakeSnapshot, room: Sequence[int] | None = None) -> int:
         """Start the snapshot; returns the slot. ``room``: the prepared slots of this boundary."""
         capture = self.capture
         assert capture is not None
-        base = self._pacer.begin(capture.stepped_bytes, capture.unit_bytes)
-        objects = self._training_state.save_objects() if self.kept is None else {}
+        base = self.scheduler.begin(capture.stepped_bytes, capture.unit_bytes)
+        objects = self._rank.training_state.save_objects() if self.kept is None else {}
         slot = capture.begin(decision.snapshot, decision.keep, objects, base, kept=self.kept, slots=room)
-        self._pacer.follow(capture.flight, decision.snapshot.iteration)
-        if self._config.schedule == "sync":
+        self.scheduler.follow(capture.flight, decision.snapshot.iteration)
+        if self._rank.config.schedule == "sync":
             # Sealed when ``step`` returns: a job that ends right after it has this snapshot.
             capture.settle(deadlines.FENCE_SECS)
         return slot
@@ -180,27 +187,27 @@ class SnapshotDriver:
 
     def fail(self, error: Exception) -> None:
         """Count a failed snapshot; past a limit in a row ftckpt turns off. Raises under ``on_error: raise``."""
-        self._numbers.failed(self._state.interval.number)
-        if self._links.broken:
+        self._rank.numbers.failed(self._state.interval.number)
+        if self._rank.links.broken:
             self._disconnect(error)
         else:
             self.execute(self._state.fail(repr(error)))
-        if self._config.on_error == "raise":
+        if self._rank.config.on_error == "raise":
             raise error
 
-    def _snapshot(self, iteration: int, begin: float) -> None:
+    def _snapshot(self, iteration: int, begin: float, has_stepped: bool) -> None:
         """Take the snapshot of ``iteration`` if all ranks do."""
         problem: Exception | None = None
         try:
             self._agree()
             if self._num_begun + 1 == _MEASURED_AT:
-                self._shard.note_capacity()
+                self.shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
         # Collective: every rank must enter a proof that is due, whatever it has read and whatever failed here.
-        if self._state.proof_due and not self._links.agreement.broken:
-            self._prove()
-        self._pacer.learn()
+        if self._state.proof_due and not self._rank.links.agreement.broken:
+            self._prove(iteration, has_stepped)
+        self.scheduler.learn()
         if problem is not None:
             raise problem
         capture = self.capture
@@ -209,18 +216,20 @@ class SnapshotDriver:
         obstacle = ""
         if capture is not None and not prepared and (room or capture.lacks_slots):
             obstacle = "slots are still being pinned" if room else "slots are still being allocated"
-        decision = self._state.take(has_room=bool(room), obstacle=obstacle)
+        decision = self._state.take(iteration, has_room=bool(room), obstacle=obstacle)
         if isinstance(decision, SkipSnapshot):
-            self._numbers.counts[HeartbeatGauge.SKIPPED] += 1
-            self._events.emit("skipped", iteration=iteration, reason=decision.reason)
+            self._rank.numbers.counts[HeartbeatGauge.SKIPPED] += 1
+            self._rank.events.emit("skipped", iteration=iteration, reason=decision.reason)
         elif decision is not None and capture is not None:
             slot = self.take(decision, prepared)
             self.begun, self._num_begun = iteration, self._num_begun + 1
-            self._numbers.took(capture.stepped_bytes)
-            self._events.emit("snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin)
+            self._rank.numbers.took(capture.stepped_bytes)
+            self._rank.events.emit(
+                "snapshot", iteration=iteration, slot=slot, blocked_secs=time.perf_counter() - begin
+            )
         # For a skipped snapshot, too, but not once replicas are known to differ.
         if decision is not None and not self._state.objection:
-            self._shard.sample(self._state.interval.number)
+            self.shard.sample(self._state.interval.number)
 
     def _agree(self) -> None:
         """Read all vote results. Only here does a rank wait for the others: it needs a slot.
@@ -232,17 +241,17 @@ class SnapshotDriver:
         self._post(now=True)
         deadline = time.monotonic() + deadlines.VOTE_SECS
         while True:
-            verdicts = self._links.agreement.read(deadline - time.monotonic())
-            if verdicts is None:
+            results = self._rank.links.agreement.read(deadline - time.monotonic())
+            if results is None:
                 self._state.miss()
                 raise CaptureError(f"other ranks did not answer within {deadlines.VOTE_SECS:g} s")
-            self.execute(self._state.learn(verdicts, time.monotonic()))
+            self.execute(self._state.learn(results, time.monotonic()))
             if not self._state.owes_vote:  # a result may call for another vote
                 break
             self._post(now=True)
         self.execute(self._state.agree())
-        self._shard.complete(self._state.keep)
-        failure, self._raised = self._raised, None
+        self.shard.complete(self._state.keep)
+        failure, self._flush_error = self._flush_error, None
         if failure is not None:
             raise failure
 
@@ -254,8 +263,8 @@ class SnapshotDriver:
 
     def _read(self) -> None:
         """Apply the vote results that have arrived."""
-        if verdicts := self._links.agreement.read_complete():
-            self.execute(self._state.learn(verdicts, time.monotonic()))
+        if results := self._rank.links.agreement.read_complete():
+            self.execute(self._state.learn(results, time.monotonic()))
 
     def _post(self, now: bool = False) -> None:
         """Post every vote that this rank owes: once its copies are sealed, or ``now`` if the others wait.
@@ -276,37 +285,40 @@ class SnapshotDriver:
                 self.fail(problem)
 
     def _send(self, vote: Vote) -> None:
-        sample = self._shard.sampled(vote.number) if vote.due else ()
-        self._links.agreement.post(vote, *sample)  # if it raises, the vote is still owed
+        sample = self.shard.sampled(vote.number) if vote.due else ()
+        self._rank.links.agreement.post(vote, *sample)  # if it raises, the vote is still owed
         self._state.posted(vote)
 
     def _current_vote(self) -> Vote:
-        capture, now_secs = self.capture, time.monotonic()
-        will = (
-            Readiness.OFF
-            if capture is None
-            else Readiness.GO
-            if capture.is_ready(self._state.keep)
-            else Readiness.SKIP
-        )
-        vote = self._state.vote_to_post(
-            capture.newest if capture is not None else None,
-            will,
-            self._pacer.intervals.request,
-            self._protection.observe(self._state.targets.target),
-            now_secs,
-            flush=self._protection.observe_flush(self._state.flushes.current),
-        )
+        capture, state, protection = self.capture, self._state, self._rank.protection
+        newest, will = None, Readiness.OFF
+        if capture is not None:
+            newest, will = capture.newest, Readiness.GO if capture.is_ready(state.keep) else Readiness.SKIP
+        vote = state.vote_to_post(
+            newest, will, self.scheduler.intervals.request, protection.observe(state.targets.target),
+            time.monotonic(), flush=protection.observe_flush(state.flushes.current),
+        )  # fmt: skip
         if vote.flush >= 0 and vote.flushed == TaskState.CANNOT:
-            self._storage.tell_problem(vote.flush)
+            self._post_flush_problem(vote.flush)
         return vote
 
-    def _prove(self) -> None:
+    def _post_flush_problem(self, iteration: int) -> None:
+        """Post why this node cannot flush ``iteration``, for the error that all ranks raise: before the vote that
+        says so, as ranks read its result at different times and wait for nobody."""
+        if self._rank.config.on_error == "raise" and self._flush_posted != iteration:
+            self._flush_posted = iteration
+            if cause := self._rank.protection.smp.flush_problem():
+                self._flush_notice(iteration).post(cause)
+
+    def _flush_notice(self, iteration: int) -> Notice:
+        return Notice(f"{self._rank.group.name}/not-persisted/{iteration}")
+
+    def _prove(self, iteration: int, has_stepped: bool) -> None:
         """Check that replicas and derived state are still as assumed; if not, all ranks rebuild their arenas."""
-        state, shard = self._state, self._shard
+        state, shard = self._state, self.shard
         late = state.late or (shard.capture is not None and shard.capture.busy)
         try:
-            proof = shard.prove(late, state.has_stepped, state.whole)
+            proof = shard.prove(late, has_stepped, state.committed)
         except FtckptError as error:
             self.execute([*state.replicas.mistrust(), state.turn_off(f"no new arena: {error}")])
             return
@@ -317,20 +329,21 @@ class SnapshotDriver:
         except Exception as error:  # noqa: BLE001 - the other ranks continue with the proof
             self.fail(error)
         if proof.ends:
-            raise SilentCorruptionError(corruption_text(self._topology, proof, state.iteration, trusted))
+            raise SilentCorruptionError(corruption_text(self._rank.topology, proof, iteration, trusted))
         if proof.new_arenas:
-            state.replicas.lay_out(shard.positions, state.iteration)
-            self._protect_anew()
+            state.replicas.lay_out(shard.positions, iteration)
+            self.protect_new_arena()
             shard.supply()
             shard.complete(state.keep)  # until a slot exists, only the old arena has the committed snapshot
 
-    def _protect_anew(self) -> None:
-        """Set up protection for rebuilt arenas; if that fails, training continues without protection."""
+    def protect_new_arena(self) -> None:
+        """Set up protection for rebuilt arenas; if that fails, training continues without protection. Collective."""
         if self.arena is not None:
+            arenas = self._rank.arenas
             try:
-                self._protection.arrange(self.arena, self._arenas.coming_bytes, self._arenas.slots)
+                self._rank.protection.arrange(self.arena, arenas.coming_bytes, arenas.slots)
             except FtckptError as error:
-                self._events.emit("not_protected", error=str(error))
+                self._rank.events.emit("not_protected", error=str(error))
                 self.execute(self._state.not_protected())
             else:
                 self._mark_arrangement()
@@ -338,8 +351,8 @@ class SnapshotDriver:
     def _mark_arrangement(self) -> None:
         """Mark the targets in the current arena. If no mode remains (no replica set spans nodes), protection stops: a
         snapshot without parity must never be called protected."""
-        if self._protection.protects:
-            self._protection.mark(self._state.marks)
+        if self._rank.protection.protects:
+            self._rank.protection.mark(self._state.marks)
         else:
             self.execute(self._state.not_protected())
 
@@ -350,34 +363,35 @@ class SnapshotDriver:
 
     def _disconnect(self, error: Exception) -> None:
         """Turn off after the connections to other ranks broke: no vote, and so no commit, is possible."""
-        self._links.give_up(str(error))
+        self._rank.links.give_up(str(error))
         if not self._state.off:
             self.execute([self._state.turn_off(f"the connections to other ranks broke: {error}")])
 
     def _perform(self, action: Action) -> None:
+        rank = self._rank
         match action:
             case CommitMark(snapshot):
                 if self.arena is not None:
                     self.arena.control.mark_whole(snapshot)
-                self._attempt.progress()
+                rank.attempt.progress()
             case UpdateTargets():
-                self._protection.mark(action)
+                rank.protection.mark(action)
             case OldArenaRemoval():
-                self._arenas.remove_old()
+                rank.arenas.remove_old()
             case Divergence(after, until):
-                self._events.emit("replicas_drift", after=after, until=until)
-                if self._topology.is_node_leader:
-                    self._protection.smp.claim_again(mark_doubtful(self._arenas.path, after, until))
+                rank.events.emit("replicas_drift", after=after, until=until)
+                if rank.topology.is_node_leader:
+                    rank.protection.smp.claim_storage(mark_doubtful(rank.arenas.path, after, until))
             case IntervalConclusion(interval):
-                self._arenas.entry.keep_interval(interval)
+                rank.arenas.entry.keep_interval(interval)
             case Announcement(event, fields, text):
-                self._events.emit(event, **fields)
+                rank.events.emit(event, **fields)
                 if text:
-                    self._events.announce(text)
-                if action.error and self._config.on_error == "raise":
-                    problem = self._storage.problem(fields["iteration"])
-                    self._raised = StorageError(f"{action.error}: {problem}", lasting=True)
+                    rank.events.announce(text)
+                if action.error and rank.config.on_error == "raise":
+                    problem = self._flush_notice(fields["iteration"]).read() or NO_REASON
+                    self._flush_error = StorageError(f"{action.error}: {problem}", lasting=True)
             case Disable(reason):
-                self._events.emit("turned_off", reason=reason)
+                rank.events.emit("turned_off", reason=reason)
                 if self.capture is not None:
                     self.capture.stop()

@@ -14,21 +14,23 @@ import torch
 
 from ftckpt.capture.affinity import Locality, locality
 from ftckpt.capture.boundary import LastBoundary
-from ftckpt.errors import ConfigError
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, StorageError
 from ftckpt.group import gather_each
 from ftckpt.memory.directory import list_arenas
 from ftckpt.model import objects
 from ftckpt.model.lineage import LoadedCheckpoint, Request
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description
+from ftckpt.persist.exports import prepare
+from ftckpt.persist.paths import Place
 from ftckpt.restore.restart import Restart
 from ftckpt.restore.staging import pin_ahead
 from ftckpt.restore.threads import threads_of
 from ftckpt.schedule.clock import make_clock
 from ftckpt.schedule.window_scheduler import WindowScheduler
-from ftckpt.session.attempt import AttemptReport
-from ftckpt.session.node_join import NodeReport
-from ftckpt.session.rank_parts import RankContext
+from ftckpt.session.attempt import AttemptReport, NodeReport
+from ftckpt.session.rank_context import RankContext
 from ftckpt.session.shard import Shard, device_of
 
 
@@ -38,7 +40,7 @@ class Preparation(NamedTuple):
 
     described: Description
     near: Locality
-    pacer: WindowScheduler
+    scheduler: WindowScheduler
     kept: LastBoundary | None
 
 
@@ -62,7 +64,7 @@ def meet(rank: RankContext) -> Preparation:
         rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
     # Before anything is read: afterwards no other attempt writes these arenas.
     rank.arenas.entry.enter()
-    rank.protection.smp.tell_hazards(rank.arenas.path)
+    rank.protection.smp.report_hazards(rank.arenas.path)
     prepared: list[Preparation] = []
     places, attempts, _ = gather_each(
         rank.group, (rank.arenas.entry.look, NodeReport),
@@ -73,20 +75,20 @@ def meet(rank: RankContext) -> Preparation:
     rank.attempt.begin(attempts)
     if interval := max(place.interval for place in places):  # nodes may lack the last change
         rank.state.interval.resume(interval)
-        prepared[0].pacer.intervals.resume(interval)
+        prepared[0].scheduler.intervals.resume(interval)
     return prepared[0]
 
 
 def _prepare(rank: RankContext) -> Preparation:
     """The local part of ``meet``: nothing here waits for other ranks."""
     config, training_state = rank.config, rank.training_state
-    rank.storage.prepare()
+    _prepare_storage(config)
     described, topology = training_state.describe(), rank.topology
     device = device_of(described)
     if list_arenas(rank.arenas.path):  # there may be something to load
         nbytes = sum(piece.tensor.nbytes for piece in (*described.stepped, *described.volatile))
         pin_ahead(nbytes, threads_of(topology))
-    kept = LastBoundary(described) if rank.storage.wants_last else None
+    kept = LastBoundary(described) if rank.flushes_at_end else None
     # Objects that cannot be saved are an error at start, not at each snapshot.
     needed, room = len(objects.encode(dict(training_state.save_objects()))), config.objects_bytes
     if needed > room:
@@ -96,13 +98,23 @@ def _prepare(rank: RankContext) -> Preparation:
         )
     near = locality(device)
     rank.arenas.cores = near.cores
-    pacer = WindowScheduler(config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0)
-    return Preparation(described, near, pacer, kept)
+    scheduler = WindowScheduler(
+        config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0
+    )
+    return Preparation(described, near, scheduler, kept)
 
 
-def load(
-    rank: RankContext, shard: Shard, described: Description, checkpoint: LoadedCheckpoint, unproven: bool
-) -> LoadResult:
+def _prepare_storage(config: Config) -> None:
+    """Prepare the destination of flushes. Raises StorageError if it is permanently unusable; ignores transient
+    errors."""
+    try:
+        prepare(Place.of(config.persist, config.persist_format))
+    except StorageError as error:
+        if error.lasting:
+            raise StorageError(f"--ftckpt-persist: {error}", lasting=True) from None
+
+
+def load(rank: RankContext, shard: Shard, checkpoint: LoadedCheckpoint) -> LoadResult:
     """Load the newest state that all ranks can restore, ``checkpoint`` included, and invalidate all newer ones.
 
     Collective; raises as ``restore``.
@@ -110,20 +122,21 @@ def load(
     config, training_state = rank.config, rank.training_state
     restart = Restart(
         rank.group, rank.topology, rank.arenas.path, rank.events,
-        storage=rank.storage.snapshots, slots=config.slots, job=config.job,
+        storage=Place.of(config.persist, config.persist_format).snapshots, slots=config.slots, job=config.job,
     )  # fmt: skip
     try:
         request = Request(config.rollback_before, config.restore_from)
+        unproven = not checkpoint.may_follow or config.on_lost != "storage"
         decision = restart.choose(config.on_lost, checkpoint, request, unproven)
         # Before any rank trains: a restart after a kill must not find a newer slot to resume from.
         rank.events.end_part("decide")
-        lineage = restart.void_newer(decision)
+        lineage = restart.invalidate_newer(decision)
         if decision is not None:
-            decision = restart.load(decision, training_state, described)
+            decision = restart.load(decision, training_state, shard.state)
         restart.record_lineage()
-        rank.protection.smp.lineage = restart.lineage
+        rank.protection.smp.lineage = restart.resumption.lineage
         # After the load, which may detect corruption.
-        rank.state.flushes.begin(restart.on_storage)
+        rank.state.flushes.begin(restart.resumption.on_storage)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
         shard.capacities = restart.capacities()

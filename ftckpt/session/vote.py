@@ -1,10 +1,7 @@
-"""Votes: one asynchronous all-reduce per round of what each rank reports; and the two groups that connect the ranks,
-which break together.
+"""Votes: one asynchronous all-reduce per round of what each rank reports; and the steps of training that have one.
 
-Where replicas are compared, an all-gather accompanies the vote of a snapshot, see ``ftckpt.capture.sample``.
-
-The n-th votes of all ranks pair up. ``ftckpt.session.vote_schedule`` decides which steps of training have one, and
-decides the same on all ranks. A rank waits for a vote result only when it needs a slot.
+Where replicas are compared, an all-gather accompanies the vote of a snapshot, see ``ftckpt.capture.sample``. A rank
+waits for a vote result only when it needs a slot.
 """
 
 from __future__ import annotations
@@ -12,10 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from ftckpt.group import Group
 from ftckpt.model.sampled import Comparison, SampleOutcome
@@ -24,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-T = TypeVar("T")
+_MAX_PAUSE = 7
+"""Maximum of steps without a vote between two of one snapshot: an all-reduce costs a millisecond of CPU time."""
 
 
 class Readiness(IntEnum):
@@ -153,11 +151,9 @@ class Agreement:
             AgreementError: nothing was posted.
         """
         try:
-            posted = _PostedVote(*self._group.start_minimum(vote.words()))
-            if words is not None:
-                sample, rows = self._group.start_gather(words)
-                posted = posted._replace(sample=sample, rows=rows, comparison=comparison)
-            self._posted.append(posted)
+            work, minima = self._group.start_minimum(vote.words())
+            sample, rows = self._group.start_gather(words) if words is not None else (None, None)
+            self._posted.append(_PostedVote(work, minima, sample, rows, comparison))
         except RuntimeError as error:
             raise AgreementError(str(error)) from error
 
@@ -188,8 +184,8 @@ class Agreement:
         return self._take_unread()
 
     def _take_unread(self) -> tuple[VoteResult, ...]:
-        verdicts, self._unread = tuple(self._unread), []
-        return verdicts
+        results, self._unread = tuple(self._unread), []
+        return results
 
     def _finish_first(self, deadline: float) -> bool:
         """Move the first vote's result to the unread ones; returns whether it arrived before the deadline."""
@@ -197,11 +193,11 @@ class Agreement:
         try:
             if not self._group.finish(posted.work, deadline - time.monotonic()):
                 return False
-            verdict = VoteResult.of(posted.minima.values.tolist())
+            result = VoteResult.of(posted.minima.values.tolist())
             # A rank that turns all off may not know whether a sample accompanies its last vote.
-            wait_secs = deadline - time.monotonic() if verdict.will != Readiness.OFF else 0.0
+            wait_secs = deadline - time.monotonic() if result.will != Readiness.OFF else 0.0
             has_sample = posted.sample is None or self._group.finish(posted.sample, wait_secs)
-            if not has_sample and verdict.will != Readiness.OFF:
+            if not has_sample and result.will != Readiness.OFF:
                 return False
         except RuntimeError as error:
             raise AgreementError(str(error)) from error
@@ -209,61 +205,90 @@ class Agreement:
         self._posted.popleft()
         self._group.give_back(posted.minima)
         if has_sample and posted.comparison is not None:
-            verdict = replace(verdict, replicas=posted.comparison.outcome(posted.rows.values))
+            result = replace(result, replicas=posted.comparison.outcome(posted.rows.values))
             self._group.give_back(posted.rows)
-        self._unread.append(verdict)
-        self._ended = verdict.will == Readiness.OFF
+        self._unread.append(result)
+        self._ended = result.will == Readiness.OFF
         return True
 
 
-class GroupPair:
-    """The groups that connect all ranks: ``group`` for blocking collectives, ``agreement`` for votes.
+class VoteStep(NamedTuple):
+    """The ``ordinal``-th step of training. It starts with snapshot ``number`` if it is ``due``, and comes after it
+    otherwise."""
 
-    A rank that cannot reach the others through one of them breaks both, so that all ranks notice.
+    ordinal: int
+    number: int
+    due: bool
 
-    Args:
-        start_timeout_secs: longest wait for other ranks at start and end.
-        connect_timeout_secs: longest wait to reconnect a broken group at the end.
-        group: all ranks; a new group if None.
+
+class VoteSchedule:
+    """One rank's undecided steps (no vote posted, and not known to have none) and its unread vote results.
+
+    Votes pair up by order alone. A step runs from one boundary to the next. A step that starts with a snapshot has a
+    vote, posted when that snapshot is sealed. Any other step has one if the results of all earlier votes leave
+    something pending: a rank that has not read them all does not know yet, and posts later. So a late rank delays
+    only what its vote decides, and no rank waits for it at a boundary without a snapshot. The next vote is that of a
+    step which no rank had reached when it posted the last one: steps that a late rank missed have none. The longer
+    something stays pending, the more steps pass between two votes, up to ``_MAX_PAUSE``.
     """
 
-    def __init__(self, start_timeout_secs: float, connect_timeout_secs: float, group: Group | None = None) -> None:
-        self.group = group or Group(start_timeout_secs)
-        # A separate group: votes pair up by order, and any other collective would shift them.
-        self._votes = Group(start_timeout_secs, partners=0)
-        self.agreement = Agreement(self._votes)
-        self._start_timeout_secs, self._connect_timeout_secs = start_timeout_secs, connect_timeout_secs
+    def __init__(self) -> None:
+        self._steps: deque[VoteStep] = deque()
+        self.step = 0
+        """Step boundaries that this rank has passed."""
+        self._num_unread = 0  # results of posted votes
+        self._furthest = 0  # ``step`` of the last result
+        self._number = self._num_again = 0  # the snapshot of the last result, and results of it before
+        self._pause = 0  # steps without a vote before the next one
 
     @property
-    def broken(self) -> bool:
-        """Whether some rank is unreachable."""
-        return self.group.broken or self.agreement.broken
+    def settled(self) -> bool:
+        """Whether no step is undecided."""
+        return not self._steps
 
-    def give_up(self, reason: str) -> None:
-        """Break both groups, which ends the wait of other ranks in them."""
-        self.group.give_up(reason)
-        self._votes.give_up(reason)
+    @property
+    def unread(self) -> bool:
+        """Whether results of posted votes are unread."""
+        return self._num_unread > 0
 
-    def part(self, leave: Callable[[], None]) -> None:
-        """Run ``leave`` as the last collective, then close the vote group; raises as ``meet``."""
-        self.meet("end", leave)
-        self._votes.close()
+    def boundary(self, number: int, due: bool, pending: bool) -> None:
+        """A step starts; ``pending``: the results read so far leave something pending."""
+        self.step += 1
+        if due or pending or self.unread or self._steps:
+            self._steps.append(VoteStep(self.step, number, due))
 
-    def meet(self, place: str, action: Callable[[], T]) -> T:
-        """Run ``action``, which must be collective and repeatable, at the end of the job. A broken group is
-        reconnected for it, once. ``place`` must be unique to this call.
+    def next(self, pending: bool, *, but: int = 0, unasked: bool = False) -> VoteStep | None:
+        """The step whose vote is to be posted now; None: there is none, or it is not known yet.
 
-        Raises:
-            RuntimeError: raised by ``action``.
-            LaunchError: the group could not be reconnected.
+        The last ``but`` steps are excluded. ``unasked``: return the first step without waiting for results.
         """
-        self.group.timeout_secs = self._start_timeout_secs
-        begin = time.monotonic()
-        try:
-            return action()
-        except RuntimeError:
-            left_secs = self._start_timeout_secs - (time.monotonic() - begin)
-            if not self.group.broken or left_secs <= 0:
-                raise
-            self.group.renew(f"{self.group.name}/{place}", min(left_secs, self._connect_timeout_secs))
-            return action()
+        steps = self._steps
+        while len(steps) > but:
+            step = steps[0]
+            if step.due or unasked:
+                return step
+            if self.unread:
+                return None
+            if pending and step.ordinal > self._furthest + self._pause:
+                return step
+            steps.popleft()
+        return None
+
+    @property
+    def waits(self) -> bool:
+        """Whether an unread result decides the next vote."""
+        return bool(self._steps) and not self._steps[0].due and self.unread
+
+    def posted(self) -> None:
+        """The vote of the step that ``next`` returned is in flight."""
+        self._steps.popleft()
+        self._num_unread += 1
+
+    def read(self, result: VoteResult) -> None:
+        """Note the result of the first unread vote."""
+        self._num_unread -= 1
+        self._furthest = result.step
+        self._num_again = self._num_again + 1 if result.number == self._number else 0
+        self._number = result.number
+        # The pause grows with the wait, so that it delays a result by a fraction of the time already waited.
+        self._pause = min(_MAX_PAUSE, self._num_again // 2)

@@ -4,7 +4,7 @@ In: arenas that trainers write, requests, packages and chunks of other nodes. Ou
 
 * Protection: ``task_queue`` schedules ``checksum`` (sealed slots), ``encode`` (parity and packages of the target) and
   ``scrub`` (later corruption); ``arenas`` maps the node's arenas, ``chunk_source`` supplies bytes.
-* Storage: ``flush``, ``final_flush`` (without trainers), ``export`` (other formats).
+* Storage: ``flush_queue`` starts ``flush`` and ``final_flush`` (without trainers); ``export`` (other formats).
 * Communication: ``channel`` (the protocol), ``requests``, ``server``, ``client`` (for trainers), ``peers``.
 * The process: ``daemon``, ``footprint``; its use of the network: ``link`` (how much), ``traffic`` (when).
 

@@ -50,46 +50,8 @@ _THREADS, _THREAD_BYTES = 4, 64 << 20
 thread."""
 _PATIENCE = 0.5
 """Share of the trainers' protection timeout after which the SMP stops retrying a node that keeps failing."""
-_NO_WORK: Mapping[str, Any] = {"node": "", "places": {}, "scrub_secs": 0.0}
+_NO_WORK: Mapping[str, Any] = {"node": "", "scrub_secs": 0.0}
 """The description before the first one."""
-
-
-class _Orders(NamedTuple):
-    """The parsed description of a node's work, which trainers send."""
-
-    node: str
-    part: ProtectionPart
-    flush: FlushOrders
-    arenas: list[str]
-    addresses: dict[str, tuple[str, int]]
-    trust: Trust
-    forecast: TransferForecast
-    scrub_secs: float
-    listen_at: str
-    settings: dict[str, Any]
-
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> _Orders:
-        """Raises SmpError if the description lacks something or contradicts itself."""
-        try:
-            settings = dict(given.get("settings", {}))
-            node = str(given["node"])
-            peers = {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()}
-            peers.pop(node, None)
-            forecast = TransferForecast(
-                int(given.get("received_bytes", 0)),
-                NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"})),
-                mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ())))),
-            )
-            return cls(
-                node, ProtectionPart.from_json(given), FlushOrders.from_json(given),
-                [str(place["arena"]) for place in given["places"].values()], peers,
-                Trust(bytes.fromhex(given.get("secret") or ""), bool(settings.get("encrypt"))), forecast,
-                float(given.get("scrub_secs", SCRUB_SECS)), str(given.get("address", "")), settings,
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            text = f"configure: the description is unusable: {type(error).__name__}: {error}"
-            raise SmpError(text) from None
 
 
 @dataclass(frozen=True)
@@ -151,7 +113,7 @@ class TaskQueue:
         self._tasks = Tasks()
         self._next_scan = 0.0
         self._reported: set[str] = set()
-        self._workers = self._new_workers(_Orders.from_json(_NO_WORK))
+        self._workers = self._new_workers(_NO_WORK)
         self.service = Service(self.arenas, self._workers.pace)
 
     @property
@@ -193,16 +155,21 @@ class TaskQueue:
             if self.cannot is not None:  # retry
                 self._target = Target()
             return
-        orders = _Orders.from_json(given)
-        if orders.addresses or orders.trust.secret:
-            self._peers.configure(orders.addresses, orders.trust)
+        try:
+            arenas = [str(place["arena"]) for place in given["places"].values()]
+            (addresses, trust), orders = _peers_of(given), FlushOrders.from_json(given)
+            workers = self._new_workers(given)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            text = f"configure: the description is unusable: {type(error).__name__}: {error}"
+            raise SmpError(text) from None
+        if addresses or trust.secret:
+            self._peers.configure(addresses, trust)
         self._cancel()
         self._description = given
-        self.flushes.configure(orders.flush)
+        self.flushes.configure(orders)
         self._workers.traffic.stop()
-        self._workers = self._new_workers(orders)
-        self.service.pace = self._workers.pace
-        self.arenas.want(orders.arenas)
+        self._workers, self.service.pace = workers, workers.pace
+        self.arenas.want(arenas)
         self._refresh()
         # Packages may have become corrupt since: each is verified before a claim counts again.
         self._claims = list(dict.fromkeys([*self._claims, *self._workers.encoder.revoke_all()]))
@@ -377,30 +344,33 @@ class TaskQueue:
         allow_packages(max([*own_bytes, *(each.most_bytes for each in encoder.part.mirror_from)], default=0))
         encoder.revoke_incomplete()
 
-    def _new_workers(self, orders: _Orders) -> _Workers:
-        settings, share = orders.settings, _new_share(orders.settings)
+    def _new_workers(self, given: Mapping[str, Any]) -> _Workers:
+        settings, events = dict(given.get("settings", {})), self._events
+        limit = NetworkLimit(**given.get("network", {"bytes_per_sec": 0.0, "source": "none is named"}))
+        mtbf = mtbf_secs(str(settings.get("mtbf", "auto")), max(1, len(given.get("nodes", ()))))
+        forecast = TransferForecast(int(given.get("received_bytes", 0)), limit, mtbf)
+        share = _new_share(settings)
         # One throttle for both directions: sent data is read from this node's memory and uses the same link.
         pace = Throttle(
             lambda: self._pulse.ranks_copy() or not has_idle_core(),
             self._network_in_use,
             rate(settings.get("smp_rate", "0")),
-            orders.forecast.limit.bytes_per_sec,
+            limit.bytes_per_sec,
             has_room=self._has_room,
         )
         patience_secs = _PATIENCE * float(settings.get("protect_timeout_secs", 60.0))
-        sources = Sources(
-            orders.node, self.arenas, self._peers, pace, events=self._events, patience_secs=patience_secs
-        )
-        encoder = Encoder(sources, orders.part, self._events)
+        node = str(given["node"])
+        sources = Sources(node, self.arenas, self._peers, pace, events=events, patience_secs=patience_secs)
+        encoder = Encoder(sources, ProtectionPart.from_json(given), events)
+        scrubber = Scrubber(encoder, events, float(given.get("scrub_secs", SCRUB_SECS)))
 
         def threads(nbytes: int) -> int:
             return share.threads(min(_THREADS, nbytes // _THREAD_BYTES))
 
-        return _Workers(
-            pace, share, Checker(self.arenas, pace, self._events, threads), encoder,
-            Scrubber(encoder, self._events, orders.scrub_secs), orders.forecast,
-            TrafficMonitor(orders.listen_at, self._pulse.began_secs, lambda: Channel.moved_bytes),
-        )  # fmt: skip
+        checker = Checker(self.arenas, pace, events, threads)
+        # Last: it starts a thread.
+        monitor = TrafficMonitor(str(given.get("address", "")), self._pulse.began_secs, lambda: Channel.moved_bytes)
+        return _Workers(pace, share, checker, encoder, scrubber, forecast, monitor)
 
     def _new_flush_pace(self, bytes_per_sec: float) -> Throttle:
         return Throttle(self._pulse.ranks_copy, self._network_in_use, bytes_per_sec, has_room=self._has_room)
@@ -412,6 +382,14 @@ class TaskQueue:
     def _network_in_use(self) -> bool:
         # ``lives`` is None for a rank of another container, which may be training.
         return any(rank.phase in NETWORK_PHASES and rank.lives is not False for rank in self._pulse.ranks())
+
+
+def _peers_of(given: Mapping[str, Any]) -> tuple[dict[str, tuple[str, int]], Trust]:
+    """The addresses of other nodes, and the credentials towards them. Raises ConfigError if the secret is short."""
+    addresses = {str(name): (str(at[0]), int(at[1])) for name, at in given.get("peers", {}).items()}
+    addresses.pop(given["node"], None)
+    trust = Trust(bytes.fromhex(given.get("secret") or ""), bool(given.get("settings", {}).get("encrypt")))
+    return addresses, trust.checked() if addresses or trust.secret else trust
 
 
 def _new_share(settings: Mapping[str, Any]) -> CoreShare:

@@ -94,23 +94,16 @@ def attach(
         log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
     if config is None or not config.enabled:
         return None
-    follow_uncaught()
-    _check(config)
-    optimizer = _inner(optimizer)
-    _check_kinds(model, optimizer, objects)
-    from ftckpt.torch.geometry import place_rank, unwrap
-    from ftckpt.torch.hooks import follow
-    from ftckpt.torch.state import PlainState
+    _check(config, model, optimizer := _inner(optimizer), objects)
+    from ftckpt.torch import hooks
 
-    start = entry.start(config, lambda: place_rank(unwrap(model)))
-    state = start.build(lambda: PlainState(model, optimizer, scheduler, objects or {}))
-    checkpointer = start.checkpointer(state)
-    follow(patches, checkpointer, model, optimizer, state)
-    return checkpointer
+    return hooks.attach(patches, config, model, optimizer, scheduler, objects or {})
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, model: Any, optimizer: Any, objects: Any) -> None:
     import torch.distributed as dist
+
+    follow_uncaught()
 
     if config.layouts:
         raise ConfigError(
@@ -121,6 +114,7 @@ def _check(config: Config) -> None:
     from ftckpt.frameworks.rendezvous import check_isolated
 
     check_isolated("call ftckpt.torch.init_process_group(config, ...) in place of torch's own")
+    _check_kinds(model, optimizer, objects)
 
 
 def _inner(optimizer: Any) -> Any:

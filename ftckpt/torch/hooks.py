@@ -11,14 +11,35 @@ and concurrently with forwards and backwards, as measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ftckpt.config import Config
+from ftckpt.frameworks import entry
 from ftckpt.frameworks.entry import Patches
 from ftckpt.frameworks.hooks import Hook, ModuleHook
+from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.session.checkpointer import Checkpointer
+from ftckpt.torch.geometry import place_rank, unwrap
 from ftckpt.torch.state import PlainState
+
+
+def attach(  # noqa: PLR0917 - those of ``ftckpt.torch.attach``
+    patches: Patches,
+    config: Config,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Stateful | None,
+    objects: Mapping[str, Stateful],
+) -> Checkpointer:
+    """Creates and hooks the checkpointer of ``ftckpt.torch.attach``. Collective."""
+    start = entry.start(config, lambda: place_rank(unwrap(model)))
+    state = start.build(lambda: PlainState(model, optimizer, scheduler, objects))
+    checkpointer = start.checkpointer(state)
+    follow(patches, checkpointer, model, optimizer, state)
+    return checkpointer
 
 
 def follow(

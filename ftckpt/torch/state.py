@@ -11,23 +11,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ftckpt.errors import CaptureError, ConfigError
-from ftckpt.frameworks import optimizers, schedulers
-from ftckpt.frameworks.extra_state import ExtraState
-from ftckpt.frameworks.flags import TrainingFlags
-from ftckpt.frameworks.generators import as_object, generators_in
-from ftckpt.frameworks.late_changes import LateChanges
-from ftckpt.frameworks.live_tensors import Holders, LiveTensors
+from ftckpt.frameworks import optimizers
+from ftckpt.frameworks.live_state import LiveState
 from ftckpt.frameworks.optimizers import ParameterRange
 from ftckpt.frameworks.tensors import as_real, frozen_pieces, unwrapped, whole_piece
-from ftckpt.frameworks.torch_state import (
-    Stateful,
-    derive_generators,
-    load_all,
-    load_all_reshaped,
-    load_generators,
-    save_all,
-    save_generators,
-)
+from ftckpt.frameworks.torch_state import Stateful, load_all, load_all_reshaped, save_all
 from ftckpt.model.text import with_article
 from ftckpt.model.training_state import Description
 from ftckpt.torch.ddp import CommHooks, buckets_of
@@ -46,7 +34,7 @@ _memory = attrgetter(LOCAL)
 _writes = attrgetter("_version")
 
 
-class PlainState:
+class PlainState(LiveState):
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
     Optimizer-updated: parameters and their optimizer state. Mutable: buffers; those that DDP overwrites with the
@@ -60,6 +48,9 @@ class PlainState:
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
     """
 
+    flags_name = "flags"
+    replaced_remedy = "attach after the last load, and write into tensors instead of replacing them"
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -71,9 +62,8 @@ class PlainState:
         settle_shards(self.model)  # before code that can fail on one rank only: it is collective
         self.is_fenced = self.has_run = False
         self._optimizer = optimizer
-        self._objects = {f"objects: {name}": as_object(value) for name, value in objects.items()}
-        self._objects |= generators_in(unwrapped(self.model.named_modules()))
-        self._scheduler = scheduler
+        named = {f"objects: {name}": value for name, value in objects.items()}
+        super().__init__({"": self.model}, named, lambda: scheduler, lambda: [optimizer], inside=LOCAL)
         self._comm_hooks = CommHooks(model)
         self._replicated = keeps_replicas(model, self._comm_hooks.are_plain)
         self._buckets = buckets_of(model, self._comm_hooks)
@@ -86,20 +76,11 @@ class PlainState:
                 raise ConfigError(
                     f"{name} is {with_article(type(value).__name__)} without state_dict and load_state_dict"
                 )
-        self._live = LiveTensors(self._live_tensors, lambda: Holders((self.model,), (optimizer,)), LOCAL)
-        self._extra = ExtraState(self.model)
-        self.late_changes = LateChanges(self._changing, "call step() last in each iteration")
         self._load_hooks: Callable[[], None] | None = None
         self._num_writes = 0
         self._stepped: tuple[list[Any], list[Any]] = [], []  # trained parameters: DTensors, others
-        self._rng: Mapping[str, Any] | None = None
-        self._built: Mapping[str, Any] | None = None
 
-    def describe(self) -> Description:
-        if self._built is None:
-            # As seeded before a restore; generators for another layout are derived from these.
-            self._built = save_generators()
-        self._extra.refuse()
+    def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         boxes = places(self.model)
         optimizers.materialise(self._optimizer)
         trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -109,57 +90,41 @@ class PlainState:
             *frozen_pieces(boxes, trained, lambda parameter: (0, as_real(local(parameter)))),
         ]
         role = "local" if self._follows_buffers else "buffer"
-        volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in self._buffers() if buffer.numel()]
-        self._live.note()
-        if "flags" not in self._objects:
-            modules = unwrapped(self.model.named_modules())
-            self._objects["flags"] = TrainingFlags(named_parameters(self.model), modules)
+        buffers = ((name, local(buffer)) for name, buffer in unwrapped(self.model.named_buffers()))
+        volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in buffers if buffer.numel()]
         self._stepped = [p for p in trained if hasattr(p, LOCAL)], [p for p in trained if not hasattr(p, LOCAL)]
         self._num_writes = self._count_writes()
-        return Description(tuple(stepped), tuple(volatile), replicated=self._replicated)
+        description = Description(tuple(stepped), tuple(volatile), replicated=self._replicated)
+        return description, named_parameters(self.model)
 
-    def save_objects(self) -> dict[str, Any]:
-        """See TrainingState.
+    def _save(self) -> dict[str, Any]:
+        """See LiveState.
 
         Raises:
-            CaptureError: a tensor was replaced since ``describe``, parameters were written and no fence came before,
-                gradients wait for the optimizer, or a communication hook was registered.
-            UnsupportedError: a module keeps extra state now, and none was described.
+            CaptureError: parameters were written and no fence came before, gradients wait for the optimizer, or a
+                communication hook was registered.
         """
-        self._extra.look_again()
-        self._live.check("attach after the last load, and write into tensors instead of replacing them")
         self._check_fence()
         self._comm_hooks.check()
-        self.late_changes.boundary()
+        optimizer = self._optimizer
         return {
-            "rng": save_generators(),
-            "scheduler": schedulers.save(self._scheduler),
-            "optimizer": {
-                "kind": optimizers.kind_of(self._optimizer),
-                "groups": optimizers.save_groups(self._optimizer),
-            },
-            "objects": save_all(self._objects),
+            "optimizer": {"kind": optimizers.kind_of(optimizer), "groups": optimizers.save_groups(optimizer)},
             "comm hooks": save_all(self._comm_hooks.states),
         }
 
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
+    def _load(self, objects: Mapping[str, Any]) -> None:
         optimizers.check_kind(self._optimizer, objects["optimizer"]["kind"])
-        schedulers.load(self._scheduler, objects["scheduler"])  # first: it may write learning rates
         optimizers.load_groups(self._optimizer, objects["optimizer"]["groups"])
-        load_all(self._objects, objects["objects"])
         self._load_hooks = lambda: load_all(self._comm_hooks.states, objects["comm hooks"])
-        self._rng = objects["rng"]
 
-    def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
-        assert self._built is not None, "describe comes first"
+    def _load_reshaped(self, objects: Sequence[Mapping[str, Any]]) -> None:
         optimizers.check_kind(self._optimizer, objects[0]["optimizer"]["kind"])
-        schedulers.load_reshaped(self._scheduler, [saved["scheduler"] for saved in objects])
         optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"]["groups"] for saved in objects])
-        # Without DDP's bucket order: another layout sums differently anyway.
-        registered = {name: value for name, value in self._objects.items() if value is not self._buckets}
-        load_all_reshaped(registered, [saved["objects"] for saved in objects])
         self._load_hooks = lambda: load_all_reshaped(self._comm_hooks.states, [o["comm hooks"] for o in objects])
-        self._rng = derive_generators(self._built, iteration)
+
+    def _reshaped_objects(self) -> Mapping[str, Stateful]:
+        # Without DDP's bucket order: another layout sums differently anyway.
+        return {name: value for name, value in self._objects.items() if value is not self._buckets}
 
     def finish_load(self) -> None:
         """Discards parameters that FSDP2 gathered before the load, replays DDP's bucket order, then sets RNG."""
@@ -173,9 +138,7 @@ class PlainState:
             self._load_hooks()  # after the replay, which calls the hooks
         # The restore writes parameters without a fence: not an error.
         self._num_writes = self._count_writes()
-        if self._rng is not None:
-            # Last: the steps above may draw random numbers.
-            load_generators(self._rng)
+        self.set_rng()  # last: the steps above may draw random numbers
         self.late_changes.boundary()
 
     def _ranges(self) -> Iterator[ParameterRange]:
@@ -186,9 +149,6 @@ class PlainState:
     def _tensors_of(self, part: ParameterRange) -> dict[str, Any]:
         state = self._optimizer.state.get(part.parameter, {})
         return {n: as_real(local(value)) if isinstance(value, torch.Tensor) else value for n, value in state.items()}
-
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, local(buffer)) for name, buffer in unwrapped(self.model.named_buffers()))
 
     def _check_fence(self) -> None:
         writes_before, was_fenced, has_run = self._num_writes, self.is_fenced, self.has_run
@@ -201,14 +161,6 @@ class PlainState:
             )
         if has_run and not was_fenced:
             self._refuse_pending_gradients()
-
-    def _changing(self) -> dict[str, Any]:
-        return {
-            "random numbers": save_generators(),
-            "the scheduler": schedulers.save(self._scheduler),
-            "parameter groups": optimizers.save_groups(self._optimizer),
-            **{name: value.state_dict() for name, value in self._objects.items() if name.startswith("objects: ")},
-        }
 
     def _refuse_pending_gradients(self) -> None:
         """Raises CaptureError if gradients await the optimizer, because no snapshot contains them.
@@ -228,10 +180,3 @@ class PlainState:
         """Sum of torch's version counters of all trained parameters; grows with each write."""
         apart, whole = self._stepped
         return sum(map(_writes, chain(whole, map(_memory, apart))))
-
-    def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
-        names = {parameter: name for name, parameter in named_parameters(self.model)}
-        yield from (("parameter", name, local(parameter)) for parameter, name in names.items())
-        yield from (("buffer", name, buffer) for name, buffer in self._buffers())
-        for what, name, value in optimizers.state_tensors(self._optimizer, names=names):
-            yield what, name, local(value)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import ftckpt.session.checkpointer
+import ftckpt.session.reminders
 from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
 from ftckpt.persist.backend import open_storage
 from tests.support import jobs, plain
@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
     """Returns the iteration of the newest whole snapshot, and how many ranks say at the end that they take none."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
-    ftckpt.session.checkpointer._REPEAT_SECS = REPEAT_SECS
+    ftckpt.session.reminders._REPEAT_SECS = REPEAT_SECS
     before = descriptors()
     checkpointer, state = plain.make(rank, world_size, settings)
     opened = descriptors() - before
@@ -81,7 +81,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, en
         state.advance(iteration, float(iteration))
         checkpointer.step(iteration)
         time.sleep(0.02)
-    whole, pulses = checkpointer.whole, Heartbeat.open(checkpointer.node_dir, None).ranks()
+    whole, pulses = checkpointer.committed, Heartbeat.open(checkpointer.node_dir, None).ranks()
     dist.barrier()
     if end == "die":
         plain.die()

@@ -80,32 +80,13 @@ class Failing(Launched):
                 if pid not in self.ended and not is_running(pid):
                     self.ended[pid] = time.time()
 
-    def steps(self, rank: int = 1) -> list[tuple[float, int]]:
-        lines = (self.failures / f"steps{rank}").read_text().splitlines(keepends=True)
-        return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
-
     def check_prompt(self, failures: Sequence[Failure]) -> None:
-        """All failures came, each of them ended its process, and soon the others; prints the times."""
+        """All failures came, and each of them soon ended its process."""
         came = fired(self.failures)
         assert [one["number"] for one in came if failures[one["number"]].rank != ALL or not one["rank"]] == list(
             range(len(failures))
         )
-        pids = {rank: {event["pid"] for event in self.events(rank, "joined")} for rank in range(2)}
-        for one in came:
-            failure = failures[one["number"]]
-            until = self.ended[one["pid"]] - one["time"]
-            others = [
-                self.ended[pid] - one["time"]
-                for pid in pids[1 - one["rank"]]
-                if pid in self.ended and self.ended[pid] > one["time"] - 1
-            ]
-            first = min((at for at, _ in self.steps() if at > one["time"] + 0.5), default=float("nan")) - one["time"]
-            print(
-                f"{failure.how:13s} {failure.stage:16s} rank {one['rank']} {failure.cleanup:8s} process ended in "
-                f"{until:5.2f} s, the other in {min(others, default=float('nan')):5.2f} s, "
-                f"first iteration after {first:5.1f} s"
-            )
-            assert until < PROMPT_SECS * crowd(), one
+        assert all(self.ended[one["pid"]] - one["time"] < PROMPT_SECS * crowd() for one in came), came
 
     def check_same_losses(self) -> None:
         rows = [json.loads(line) for line in self.log.read_text().splitlines()]
@@ -140,25 +121,20 @@ def told(failing: Failing) -> str:
 MICRO = 4
 """Micro-batches of an iteration, and so calls of the forward function."""
 
-WHILE_TRAINING = [Failure("masters written", 0), Failure("data", 1)]
-ELSEWHERE = [
+TRAINING = [
+    Failure("masters written", 0),
     Failure("forward", 1, nth=3 * MICRO + 2),
-    Failure("backward", 0),
     Failure("after fence", 1),
     Failure("weights written", 0),
     Failure("boundary", 1),
     Failure("in step", 1, "interrupt"),
     Failure("save object", 0, "exit"),
-    Failure("after step", 0),
     Failure("data", ALL),
     Failure("forward", 0, nth=3 * MICRO + 2, cleanup="destroy"),
 ]
-
-
 RESTARTING = [Failure("after step", 0), Failure("load object", 1, nth=1)]
 # Never three in a row without a snapshot: that ends the job.
-RESTARTING_ELSEWHERE = [
-    Failure("forward", 1, nth=MICRO - 1),
+STARTING = [
     Failure("attach", 0, nth=1),
     Failure("after step", 0),
     Failure("describe", 1, nth=1),
@@ -166,14 +142,6 @@ RESTARTING_ELSEWHERE = [
     Failure("after step", 1),
     Failure("lay out", 1, nth=1),
     Failure("finish load", 0, nth=1),
-]
-RESTARTING_ELSEWISE = [
-    Failure("after step", 0),
-    Failure("attach", 1, nth=1),
-    Failure("describe", 0, nth=1),
-    Failure("after step", 1),
-    Failure("choose", 1, nth=1),
-    Failure("lay out", 0, nth=1),
     Failure("after step", 0),
     Failure("restored", 1, nth=1),
     Failure("forward", 0, nth=1),
@@ -189,17 +157,13 @@ def test_an_error_at_a_restart(failing: Failing) -> None:
     assert text.count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(RESTARTING)
 
 
-LEAVING = [Failure("after fence", 1, "exit"), Failure("data", 0, "SIGTERM")]
-LEAVING_ELSEWISE = [
-    Failure("data", 1, "exit at once"),
+LEAVING = [
+    Failure("after fence", 1, "exit"),
+    Failure("data", 0, "SIGTERM"),
     Failure("after fence", 0, "SIGINT"),
-    Failure("forward", 0, "interrupt", nth=3 * MICRO + 2),
-    Failure("after step", 1, "SIGTERM"),
     Failure("proof", 1, "exit"),
     Failure("data", ALL, "exit"),
 ]
-
-
 AT_THE_END = [Failure("end", 0, nth=1), Failure("close", 1, nth=1), Failure("closed", 0, nth=1)]
 
 
@@ -219,12 +183,9 @@ def test_an_error_at_the_end(failing: Failing) -> None:
 CLEANING_UP = [Failure("forward", 1, nth=3 * MICRO + 2, cleanup="close"), Failure("data", ALL, cleanup="close")]
 """``close()`` in a ``finally``: an error is no end of training, and other ranks will not come."""
 GOES_ON = {
-    "while training": (WHILE_TRAINING, None),
-    "elsewhere in training": (ELSEWHERE, None),
-    "at a start": (RESTARTING_ELSEWHERE, 2),
-    "elsewhere at a start": (RESTARTING_ELSEWISE, 5),
+    "training": (TRAINING, None),
+    "at a start": (STARTING, 5),
     "a rank leaves": (LEAVING, None),
-    "a rank leaves elsewhere": (LEAVING_ELSEWISE, None),
     "the script closes": (CLEANING_UP, None),
 }
 """Failures, and how often the job goes on from memory if not after each."""
@@ -240,24 +201,10 @@ def test_a_job_goes_on_after_each_failure(where: str, failing: Failing) -> None:
         assert told(failing).count(f"torch.OutOfMemoryError: {MESSAGE}\n") == len(raised)
 
 
-@pytest.mark.slow
-def test_an_object_that_cannot_be_saved(failing: Failing) -> None:
-    """The snapshot is given up and the error told; training goes on, and so do snapshots."""
-    failing.launch([Failure("save object", 1, nth=30)])  # behind the looks at what changes late
-    failing.finish(START_SECS * 5)
-    (error,) = failing.events(1, "snapshot_error")
-    assert MESSAGE in error["error"]
-    assert [event["pid"] for event in failing.events(1, "joined")] == [error["pid"]], "no restart"
-    for rank in range(2):
-        assert len([event for event in failing.events(rank, "snapshot") if event["time"] > error["time"]]) > 30
-    failing.check_same_losses()
-    assert not list(failing.arena.iterdir())
-
-
 LONG = ("--torchrun-arg", "--monitor-interval=600")
 """So that the launcher does not end the others: they must by themselves."""
 
-COLLECTIVE = ("save", "describe", "choose", "lay out", "proof", "close")
+COLLECTIVE = ("save", "choose", "proof", "close")
 
 
 @pytest.mark.slow
@@ -271,7 +218,6 @@ def test_others_do_not_wait(stage: str, failing: Failing) -> None:
     failing.wait_for("the end of both", lambda: len(failing.ended) == 2)
     secs = {pid: at - one["time"] for pid, at in failing.ended.items()}
     mine, others = secs.pop(one["pid"]), max(secs.values())
-    print(f"{stage:16s} the failing rank ended in {mine:.2f} s, the other in {others:.2f} s")
     assert mine < PROMPT_SECS * crowd() and others < 2 * PROMPT_SECS * crowd()
     text = told(failing) + (failing.here / "events" / "rank0.jsonl").read_text()
     assert any(reason in text for reason in ("gave up", "Connection closed by peer", "Connection reset by peer"))
@@ -284,10 +230,8 @@ def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> No
     failing.training += ["--iterations", "100000"]
     script = failing.launch([])
     failing.wait_for("snapshots", lambda: failing.events(0, "snapshot")[4:])
-    at = time.time()
     os.kill(script.pid, by)
     assert script.wait(60) != 0
-    print(f"{by.name} to the launcher: it ended in {time.time() - at:.2f} s")
     assert not [pid for pid in failing.pids() if "ftckpt.smp" not in command_line(pid)]
     newest = max(event["iteration"] for event in failing.events(0, "snapshot"))
     failing.scripts.clear()

@@ -1,4 +1,4 @@
-"""Fault × instant × protection → what must come back (the table is in ``tests/support/fault_rows.py``), and kills
+"""Fault × instant × protection → what must come back (the table is in ``tests/support/faults.py``), and kills
 that follow each other or come with other faults."""
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
 from tests.support import jobs
 from tests.support.arenas import check_all
 from tests.support.event_logs import read_events
-from tests.support.fault_rows import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS
-from tests.support.faults import Fault
+from tests.support.faults import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, Fault
 from tests.support.pool import RankFailure
 from tests.support.tiers import by_default
 from tests.support.waiting import until

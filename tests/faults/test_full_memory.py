@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import ftckpt.session.checkpointer
+import ftckpt.session.reminders
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import SMP_STATE_NAME, end_smp, list_arenas
 from ftckpt.memory.heartbeat import Heartbeat, HeartbeatGauge
@@ -51,7 +51,7 @@ def full(settings: dict[str, Any], tmp_path: Path, arena_root: Path) -> Iterator
 
 def guarded(checkpointer: Any) -> bool:
     """Whether an SMP knows what it has to do."""
-    return bool(checkpointer._protection.smp_guards)
+    return bool(checkpointer.rank.protection.smp_guards)
 
 
 def train_then_die(rank: int, world_size: int, settings: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
     ``room`` there is some behind that."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
-    ftckpt.session.checkpointer._REPEAT_SECS = 0.05
+    ftckpt.session.reminders._REPEAT_SECS = 0.05
     checkpointer, state = plain.make(rank, world_size, settings)
     start, silent = checkpointer.restore(), False
     value = float(state.row[0])

@@ -17,6 +17,7 @@ from ftckpt.memory.directory import clean_job
 from ftckpt.memory.heartbeat import FlushState, Heartbeat
 from ftckpt.persist.backend import open_storage
 from ftckpt.session.checkpointer import Checkpointer
+from ftckpt.smp.client import SmpClient
 from tests.support import ds_jobs, jobs, plain, waiting
 from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
@@ -122,8 +123,6 @@ def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, un
     if trouble == "goes on":
         checkpointer.fence()
         state.advance(LAST + 1, LAST + 1)
-    elif trouble == "written" and rank == 1:
-        state.row.fill_(-1.0)
     elif trouble == "copies fail" and rank == 1:
         copier.copy_chunk = fail
     elif trouble == "killed" and rank == 1:
@@ -137,10 +136,9 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 def tell_late(checkpointer: Checkpointer) -> None:
     """The SMP hears of this attempt once it has failed with the last snapshot by what an earlier one has told it."""
-    setup = checkpointer._protection.smp._setup
-    tell = setup._tell
+    configure = SmpClient.configure
 
-    def late(description: Mapping[str, Any]) -> None:
+    def late(self: SmpClient, description: Mapping[str, Any]) -> str:
         pulse = Heartbeat.open(checkpointer.node_dir, None)
 
         def has_failed() -> bool:
@@ -148,16 +146,15 @@ def tell_late(checkpointer: Checkpointer) -> None:
             return newest is not None and pulse.flush_state(newest) == FlushState.CANNOT
 
         waiting.until(has_failed, "it fails", 30)
-        tell(description)
+        return configure(self, description)
 
-    setup._tell = late
+    SmpClient.configure = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
     ("trouble", "reason"),
     [
         ("goes on", "rank 0: training has continued past it"),
-        ("written", "rank 1: row was written after it"),
         ("no objects", "rank 1: its objects could not be saved: no state today"),
         (
             "copies fail",
@@ -205,7 +202,7 @@ def train_while_copies_fail(rank: int, world_size: int, settings: dict[str, Any]
             copier.copy_chunk = fail
         plain.iterate(checkpointer, state, iteration)
     checkpointer.fence()  # the copies of the other rank arrive
-    checkpointer._snapshots.kept.keep(LAST, state.save_objects)  # type: ignore[union-attr]
+    checkpointer.snapshots.kept.keep(LAST, state.save_objects)  # type: ignore[union-attr]
     copier.copy_chunk = copy_chunk
     checkpointer.close()
 

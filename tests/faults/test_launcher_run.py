@@ -118,14 +118,6 @@ def test_a_crash_after_the_end_begins_nothing_anew(tmp_path: Path, arena_root: P
     assert list(arena_root.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_an_error_of_the_script_behind_the_end_is_tried_again(tmp_path: Path, arena_root: Path) -> None:
-    """Of a rank that another one speaks for."""
-    code, output = trained_by_torchrun(tmp_path, "behind its end", arena_root, restarts=2)
-    assert code == 0 and "upload of the model" in output and "nothing is left to train" not in output, output
-    assert [attempt for attempt, what in logged(tmp_path, 0) if what == "closed"] == [0, 1]
-
-
 LAUNCHES = """
 import sys
 import torch
@@ -170,29 +162,10 @@ def test_each_launch_of_a_program_trains(tmp_path: Path, arena_root: Path) -> No
 
 
 @pytest.mark.slow
-def test_attempts_without_a_snapshot_that_come_further_go_on(tmp_path: Path, arena_root: Path) -> None:
-    """From checkpoints of the script's own, between which faults come more often than snapshots."""
-    code, output = trained_by_torchrun(tmp_path, "every fourth", arena_root, restarts=8, EVERY="50", LAST="21")
-    assert code == 0, output
-    assert [what for _, what in logged(tmp_path, 1) if "fault" in str(what)] == [
-        f"fault at {n}" for n in range(4, 21, 4)
-    ]
-
-
-@pytest.mark.slow
 def test_attempts_that_fail_at_the_same_place_end(tmp_path: Path, arena_root: Path) -> None:
     code, output = trained_by_torchrun(tmp_path, "at the fourth", arena_root, restarts=6, EVERY="50")
     assert code != 0 and [what for _, what in logged(tmp_path, 0)].count(["restored", None]) == 3, output
     assert "3 attempts in a row have made no snapshot" in output
-
-
-@pytest.mark.slow
-def test_another_run_of_the_launcher_trains_again(tmp_path: Path, arena_root: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    for number in (1, 2):
-        code, output = torchrun(tmp_path, str(tmp_path / "train.py"), str(tmp_path), "", str(arena_root), restarts=2)
-        assert code == 0 and [what for _, what in logged(tmp_path, 0)].count("closed") == number, output
-    assert len(list(tmp_path.glob("ftckpt-runs-*/*.run"))) == 1, "the record of the launcher that ended goes"
 
 
 @pytest.mark.slow

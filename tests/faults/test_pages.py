@@ -241,13 +241,6 @@ def test_the_section_and_the_line_for_deepspeed(tmp_path: Path) -> None:
     assert "RUNS ['--deepspeed_config', 'ds.json']" in result.stdout, result.stderr
 
 
-def test_a_timeline_of_events(settings: dict[str, Any], tmp_path: Path) -> None:
-    jobs.outcomes(2, jobs.Run(["--pp", "2"], until=6, settings=settings))
-    result = run(block("bash", "--trace").replace("runs/demo", str(tmp_path)))
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "report.html").exists() and (tmp_path / "trace.json").exists()
-
-
 def test_a_pod_has_time_for_all_that_its_first_process_does_at_its_end(tmp_path: Path) -> None:
     spec = yaml.safe_load(block("yaml", "terminationGracePeriodSeconds"))["spec"]
     (container,), (volume,) = spec["containers"], spec["volumes"]

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import shutil
 import signal
 import threading
@@ -220,33 +219,6 @@ def test_killed_while_it_starts(site: SmpSite) -> None:
         # One that was not seen yet as others were killed finds the lock held, and goes.
         until(lambda: len(site.pids()) == 1)
         kill(site.start())
-
-
-def test_killed_while_it_is_configured(site: SmpSite) -> None:
-    """What the next one reads is what the last configuration that was acknowledged said, or the one on its way."""
-    rng = random.Random(7)
-    acknowledged, sent = -1, 0
-    for _ in range(8):
-        client = site.start()
-        kept = load_description(site.node_dir)
-        if kept is not None:
-            assert kept["mirror_from"] == {}
-            assert acknowledged <= kept["number"] < sent
-        else:
-            assert acknowledged < 0
-        pid = client.hello()["pid"]
-        killer = threading.Timer(rng.uniform(0.0, 0.1), os.kill, (pid, signal.SIGKILL))
-        killer.start()
-        try:
-            while True:
-                number, sent = sent, sent + 1
-                client.configure({**site.description(), "number": number, "filler": "x" * 300_000})
-                acknowledged = number
-        except SmpError:
-            pass
-        killer.join()
-        until(lambda: not site.pids())
-    assert acknowledged > 0
 
 
 def test_a_kill_while_the_configuration_is_kept_leaves_the_old_or_the_new_one(arena_root: Path) -> None:

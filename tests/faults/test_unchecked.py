@@ -39,7 +39,7 @@ def node_dir(settings: dict[str, Any]) -> Iterator[Path]:
 def train_then_die(rank: int, world_size: int, settings: dict[str, Any], with_smp: bool) -> None:
     smps.start_smps()
     checkpointer, state = plain.restarted(rank, world_size, settings)
-    waiting.until(lambda: checkpointer._protection.smp_guards, "the SMP serves", 30.0)
+    waiting.until(lambda: checkpointer.rank.protection.smp_guards, "the SMP serves", 30.0)
     plain.train(checkpointer, state, range(1, LAST + 1))
     checkpointer.fence()
     waiting.until(lambda: checkpointer.capture is not None and not checkpointer.capture.busy)

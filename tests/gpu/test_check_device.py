@@ -1,4 +1,4 @@
-"""What ``ftckpt check`` says of a device: a real one that is right, and a driver that refuses to pin."""
+"""``ftckpt check`` of a device: a real one that is right, and a driver that refuses to pin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.cli import check_device
-from ftckpt.cli.check_device import Bench, bench_on, look_at_device
+from ftckpt.cli.check_device import Bench, bench_on, device_checks
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED
 from ftckpt.schedule.clock import DeviceClock
 from tests.support.device_states import CPU
@@ -20,7 +20,7 @@ from tests.support.real_device import needs_device
 @pytest.mark.gpu
 @needs_device[1]
 def test_a_device_that_is_right_passes(arena_root: Path) -> None:
-    found = list(look_at_device(arena_root, 256))
+    found = list(device_checks(arena_root, 256))
     assert not [one for one in found if one.state in (FAILED, SKIPPED) and one.name != "NUMA"], found
 
 
@@ -41,11 +41,6 @@ def test_a_driver_that_refuses_to_pin_is_told(fake: FakeDevice, bench: Bench) ->
     found = check_device._registered(bench)
     assert found.state == WARNED and "staged" in found.text and "memlock" in found.remedy
     assert "bytes_per_sec" not in found.figures, "of what was not done there is no rate"
-
-
-def test_a_driver_that_pins_passes(bench: Bench) -> None:
-    found = check_device._registered(bench)
-    assert found.state == PASSED and found.figures["bytes_per_sec"] > 0
 
 
 @pytest.mark.parametrize("batches", [True, False])

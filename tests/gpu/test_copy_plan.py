@@ -139,7 +139,7 @@ def test_what_a_refused_call_lets_go_of_stays_until_the_device_is_done(
     plan = weakref.ref(snapshots.copier._plan)
     release, fake.refuse_calls = fake.hold(fake.side), True
     snapshots.begin()
-    flight: Any = snapshots.copier._flight
+    flight: Any = snapshots.capture.flight
     until(lambda: flight.error is not None, "it is refused", 20.0)
     flight.error.with_traceback(None)  # which would hold it, too
     gc.collect()

@@ -74,38 +74,11 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
     assert_holds(slot, copies, boundary)
 
 
-def test_without_a_stream_of_its_own_copies_queue_behind_training(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    with prepared([slot], CPU, own_stream=False) as copier:
-        assert fake.streams == [fake.compute]
-        fake.go.clear()
-        fake.compute_step("before")
-        seen = started(copier, tensors, copies, slot)
-        assert copier.fence(seen.flight, SECS)
-        fake.compute_step("after")
-        fake.go.set()
-        seen.wait()
-        fake.compute.synchronize()
-    assert fake.log == ["before", *(copy.chunk for copy in copies), "after"]
-
-
-def test_nothing_lands_before_the_device_is_done(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    with prepared([slot], CPU) as copier:
-        fake.go.clear()
-        seen = started(copier, tensors, copies, slot)
-        assert seen.flight.submitted.wait(SECS)
-        assert not seen.flight.wait(0.05)
-        fake.go.set()
-        seen.wait()
-    assert seen.arrived
-
-
 @pytest.mark.parametrize("lifted", ["by the device", "by the fence", "by a cancel"])
 def test_the_device_is_given_some_chunks_ahead_and_no_more(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, lifted: str
 ) -> None:
-    """What fills the driver's queue holds up the launches of training, too; whoever waits wants all of it."""
+    """A full driver queue holds up the launches of training, too; whoever waits wants all of it."""
     monkeypatch.setattr(device_copier, "_MOST_AHEAD", 3)
     tensors, copies, slot = laid_out(PAGE)
     boundary = [tensor.clone() for tensor in tensors]
@@ -148,44 +121,6 @@ def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) 
     assert not seen.arrived
 
 
-def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part of it is on its way, and no event of its own tells when that is through."""
-    tensors, copies, slot = laid_out(parity=True)
-
-    def half(*args: Any, **options: Any) -> None:
-        fake.copy_chunk(*args, **options)
-        raise OSError("the rest was refused")
-
-    monkeypatch.setattr(device_copier, "copy_chunk", half)
-    with prepared([slot], CPU) as copier:
-        release = fake.hold(fake.side)
-        seen = started(copier, tensors, copies, slot)
-        assert not copier.fence(seen.flight, SECS)
-        assert not seen.flight.wait(0.05)
-        release.set()
-        seen.wait()
-        assert fake.log == [0]
-
-
-def test_the_host_does_not_wait_for_a_slow_copy_but_the_device_does(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    boundary = [tensor.clone() for tensor in tensors]
-    with prepared([slot], CPU) as copier:
-        slow = fake.hold(fake.side)
-        seen = started(copier, tensors, copies, slot)
-        assert copier.fence(seen.flight, SECS)
-        assert fake.compute.waits == [len(copies)], "one wait, behind the last copy"
-        fake.compute.enqueue(tensors[0].zero_)
-        fake.advance()
-        assert tensors[0].any(), "the optimizer overtook the copy"
-        assert not seen.flight.ended
-        slow.set()
-        seen.wait()
-        fake.compute.synchronize()
-    assert not tensors[0].any()
-    assert_holds(slot, copies, boundary)
-
-
 @pytest.mark.parametrize("pinned", [True, False])
 def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, pinned: bool
@@ -207,17 +142,6 @@ def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
         seen.wait()
         fake.compute.synchronize()
     assert_holds(slot, copies, boundary)
-
-
-def test_volatile_state_in_host_memory_waits_for_no_device(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    monkeypatch.setattr(host, "in_host_memory", lambda tensor: True)
-    with prepared([slot], CPU) as copier:
-        fake.go.clear()
-        copier.take(tensors, copies, slot)
-        fake.go.set()
-    assert fake.copies == 0
-    assert_holds(slot, copies, tensors)
 
 
 @pytest.mark.parametrize("first", ["compute", "side"])
@@ -264,29 +188,6 @@ def test_what_has_no_room_on_the_device_goes_to_the_slot_at_once(
     assert_holds(slot, copies, boundary)
 
 
-def test_what_has_landed_needs_no_wait(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    with prepared([slot], CPU) as copier:
-        seen = started(copier, tensors, copies, slot)
-        seen.wait()
-        assert copier.fence(seen.flight, 0.0)
-    assert not fake.compute.waits
-
-
-def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    stuck = Blocked()
-    with prepared([slot], CPU) as copier:
-        seen = started(copier, tensors, copies, slot, stuck)
-        assert not copier.fence(seen.flight, 0.05)
-        assert seen.flight.cancel()
-        assert not fake.compute.waits, "the device was told to wait for copies that it does not have"
-        stuck.leave.set()
-        seen.wait()
-    assert not slot.any()
-    assert not seen.arrived
-
-
 def test_a_seal_that_fails_drops_the_snapshot_before_the_wait(fake: FakeDevice) -> None:
     tensors, copies, slot = laid_out(parity=True)
 
@@ -302,22 +203,6 @@ def test_a_seal_that_fails_drops_the_snapshot_before_the_wait(fake: FakeDevice) 
     assert isinstance(seen.flight.error, OSError)
     assert not seen.arrived
     assert not fake.compute.waits
-
-
-def test_no_wait_is_captured_into_a_graph(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-    with prepared([slot], CPU) as copier:
-        slow = fake.hold(fake.side)
-        seen = started(copier, tensors, copies, slot)
-        assert seen.flight.submitted.wait(SECS)
-        fake.capturing = True
-        assert not copier.fence(seen.flight, SECS)
-        fake.capturing = False
-        assert seen.flight.cancel()
-        slow.set()
-        seen.wait()
-    assert "capture" in repr(seen.flight.error)
-    assert not seen.arrived
 
 
 class HeldUp(Always):
@@ -354,36 +239,6 @@ def test_copies_are_no_part_of_a_graph_that_training_captures(fake: FakeDevice, 
     assert own_stream or "captures a graph" in repr(seen.flight.error)
 
 
-def test_a_flight_that_finds_its_stream_captured_does_not_begin(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out()
-    late = threading.Event()
-    with prepared([slot], CPU, own_stream=False) as copier:
-        copier.warm_up(tensors, [], copies)
-        copier.take(tensors, copies, slot)
-        seen = Landings([], slot, taken=copies)
-        copier._worker.submit(lambda: assert_set(late))
-        copier.start(tensors, seen.flight, Always())
-        fake.capturing, fake.copies = True, 0
-        late.set()
-        seen.wait()
-        fake.capturing = False
-    assert "captures a graph" in repr(seen.flight.error) and not fake.copies
-
-
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(SECS)
-
-
-def test_own_threads_have_no_part_in_captures(fake: FakeDevice) -> None:
-    tensors = live_state()
-    copies, size = plan(tensors, 3 * PAGE, parity=True)
-    with prepared([shared_slot(size)], CPU) as copier:
-        seen = Landings(copies, shared_slot(size))
-        copier.start(tensors, seen.flight, Always())
-        seen.wait()
-    assert fake.beside_captures == {"ftckpt-copy", "ftckpt-finish", "ftckpt-register"}
-
-
 @pytest.mark.parametrize("where", ["device", "host", "both"])
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("first", ["compute", "side"])
@@ -416,8 +271,65 @@ def test_parity_in_many_pieces_is_that_of_the_boundary(
         fake.go.set()
         seen.wait()
         fake.compute.synchronize()
-        assert (copier._mixed is None) == (where == "host")
-        assert copier._mixed is None or copier._mixed.numel() == PAGE
     assert not any(tensor.any() for tensor in tensors)
     assert seen.arrived
     assert_holds(slot, copies, boundary)
+
+
+def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of it is on its way, and no event of its own tells when that is through."""
+    tensors, copies, slot = laid_out(parity=True)
+
+    def half(*args: Any, **options: Any) -> None:
+        fake.copy_chunk(*args, **options)
+        raise OSError("the rest was refused")
+
+    monkeypatch.setattr(device_copier, "copy_chunk", half)
+    with prepared([slot], CPU) as copier:
+        release = fake.hold(fake.side)
+        seen = started(copier, tensors, copies, slot)
+        assert not copier.fence(seen.flight, SECS)
+        assert not seen.flight.wait(0.05)
+        release.set()
+        seen.wait()
+        assert fake.log == [0]
+
+
+def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> None:
+    tensors, copies, slot = laid_out(parity=True)
+    stuck = Blocked()
+    with prepared([slot], CPU) as copier:
+        seen = started(copier, tensors, copies, slot, stuck)
+        assert not copier.fence(seen.flight, 0.05)
+        assert seen.flight.cancel()
+        assert not fake.compute.waits, "the device was told to wait for copies that it does not have"
+        stuck.leave.set()
+        seen.wait()
+    assert not slot.any()
+    assert not seen.arrived
+
+
+def test_no_wait_is_captured_into_a_graph(fake: FakeDevice) -> None:
+    tensors, copies, slot = laid_out(parity=True)
+    with prepared([slot], CPU) as copier:
+        slow = fake.hold(fake.side)
+        seen = started(copier, tensors, copies, slot)
+        assert seen.flight.submitted.wait(SECS)
+        fake.capturing = True
+        assert not copier.fence(seen.flight, SECS)
+        fake.capturing = False
+        assert seen.flight.cancel()
+        slow.set()
+        seen.wait()
+    assert "capture" in repr(seen.flight.error)
+    assert not seen.arrived
+
+
+def test_own_threads_have_no_part_in_captures(fake: FakeDevice) -> None:
+    tensors = live_state()
+    copies, size = plan(tensors, 3 * PAGE, parity=True)
+    with prepared([shared_slot(size)], CPU) as copier:
+        seen = Landings(copies, shared_slot(size))
+        copier.start(tensors, seen.flight, Always())
+        seen.wait()
+    assert fake.beside_captures == {"ftckpt-copy", "ftckpt-finish", "ftckpt-register"}

@@ -17,7 +17,7 @@ from tests.support.fake_device import PAGE, SECS, FakeDevice
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("first", ["compute", "side"])
 def test_each_window_gets_its_bytes_while_the_host_is_past_them(
-    fake: FakeDevice, num: int, late: bool, first: str
+    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, num: int, late: bool, first: str
 ) -> None:
     """``late``: the copier asks for its first turn when the host has passed the whole iteration."""
     slot = slot_for(num)
@@ -25,13 +25,9 @@ def test_each_window_gets_its_bytes_while_the_host_is_past_them(
         fake.first = fake.compute if first == "compute" else fake.side
         fake.go.clear()
         run = Run(fake, copier, slot, num)
-        passed = threading.Event()
-
-        def hold_back() -> None:
-            assert passed.wait(SECS)
-
+        passed, ask = threading.Event(), run.bubbles.wait_turn
         if late:
-            copier._worker.submit(hold_back)
+            monkeypatch.setattr(run.bubbles, "wait_turn", lambda *args: passed.wait(SECS) and ask(*args))
         run.start()
         run.enter(range(1, 9))
         passed.set()
@@ -70,20 +66,6 @@ def test_no_copy_starts_before_the_device_reaches_its_window(fake: FakeDevice, p
         assert run.done == run.planned
     chunks = [place for place, num in enumerate(run.done) for _ in range(num)]
     assert chunks == sorted(chunks) and chunks[0] >= 1 and chunks[3] >= 3
-
-
-def test_chunks_left_at_the_fence_are_submitted_before_the_device_waits(fake: FakeDevice) -> None:
-    slot = slot_for(12)
-    with prepared([slot], CPU) as copier:
-        fake.go.clear()
-        run = Run(fake, copier, slot, 12)
-        run.start()
-        run.enter(range(1, 3))  # the host says nothing of later places: most chunks get no turn
-        assert not run.flight.submitted.wait(0.05)
-        assert 0 < fake.copies < 12
-        run.fence_and_step()
-        assert fake.compute.waits == [12], "one wait, behind all copies"
-        run.finish()
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -144,19 +126,6 @@ def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None
     iteration = Iteration(KINDS[:9], tuple(edge for edge in edges if edge is not None), tuple(timed))
     expected = {"window": 5, "tail": 1, "forward": 3, "backward": 1}
     assert iteration.moved_bytes == {kind: chunks * PAGE for kind, chunks in expected.items()}
-
-
-def test_copies_are_told_until_the_last_has_landed(fake: FakeDevice) -> None:
-    slot, told = slot_for(13), list[bool]()
-    with prepared([slot], CPU, tell_copying=told.append) as copier:
-        slow = fake.hold(fake.compute)
-        run = Run(fake, copier, slot, 13)
-        run.start()
-        run.enter(range(1, 9))
-        slow.set()
-        run.fence_and_step()
-        run.finish()
-    assert told.count(True) == 13 and told[-1] is False
 
 
 def test_a_turn_without_a_gate_follows_the_last_gate(fake: FakeDevice) -> None:

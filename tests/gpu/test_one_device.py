@@ -11,13 +11,11 @@ import torch
 from ftckpt.errors import UnsupportedError
 from ftckpt.model.training_state import Description
 from ftckpt.session.shard import device_of
-from tests.support import plain
-from tests.support.errors import a_rank_raises, raises
-from tests.support.pool import run_ranks
+from tests.support.errors import raises
 
 
 def piece_on(device: str) -> Any:
-    """Of a tensor that says where it lies, which takes no device."""
+    """A piece of a tensor that names its device and needs none."""
     return SimpleNamespace(tensor=SimpleNamespace(device=torch.device(device), is_cuda=device.startswith("cuda")))
 
 
@@ -47,17 +45,3 @@ def test_state_on_two_devices_is_refused(current: int, stepped: list[str], volat
 def test_state_on_another_device_than_the_current_one_is_refused(current: int) -> None:
     with raises(UnsupportedError, "cuda:0", "cuda:1", "torch.cuda.set_device(0)"):
         device_of(described(["cuda:0"], []))
-
-
-def astray(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.make(rank, world_size, settings)
-    if rank == 1:
-        state.description = described(["cuda:0", "cuda:1"], [])
-    checkpointer.restore()
-
-
-@pytest.mark.multiproc
-def test_all_ranks_hear_of_one_whose_state_lies_astray(settings: dict[str, Any]) -> None:
-    with a_rank_raises(UnsupportedError, "rank 1", "cuda:0", "cuda:1") as caught:
-        run_ranks(astray, 2, settings)
-    assert all("rank 1" in (result.error or "") for result in caught.value.results)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ftckpt.capture.device_copier import _SETTLED_AFTER, DeviceCopier
+from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.schedule.clock import DeviceClock
 from tests.support import jobs, plain
 from tests.support.fake_device import SECS, FakeDevice, install
@@ -39,19 +39,19 @@ def on_a_device(
     checkpointer.restore()
     capture, arena = checkpointer.capture, checkpointer.arena
     assert capture is not None and arena is not None
-    copier: Any = capture._copier
     with fake.train():
         iteration = 0
         # Beside busy cores some are skipped, while the SMPs protect an earlier snapshot, or a slot has no memory yet.
-        while iteration < 4 or not everywhere(copier._num_boundaries >= _SETTLED_AFTER and not capture.lacks_slots):
+        while iteration < 4 or not everywhere(not capture.lacks_slots):
             train(fake, checkpointer, state, iteration := iteration + 1)
-        until(lambda: copier._registrar.idle, "pinned", SECS)
+        all_slots = arena.control.slots * arena.image.file_bytes
+        until(lambda: sum(fake.pinned.values()) == all_slots, "pinned", SECS)
         last = iteration + UNTIL - 4
         if off_at:
             state.failing = {number: OSError("no more") for number in range(iteration + off_at - 4, last + 1)}
         while iteration < last:
             train(fake, checkpointer, state, iteration := iteration + 1)
-        assert sum(fake.pinned.values()) == arena.control.slots * arena.image.file_bytes and not fake.unpinned_by
+        assert sum(fake.pinned.values()) == all_slots and not fake.unpinned_by
     checkpointer.close(remove=False)
     assert not fake.pinned
     return {"kernels": len(fake.kernels), "off": int(checkpointer.off)}

@@ -7,19 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from ftckpt import connections, errors
-from ftckpt import group as comm
-from ftckpt.errors import FtckptError, LaunchError, PeerAuthError
+from ftckpt.errors import LaunchError, PeerAuthError
 from ftckpt.group import Group, together
-from ftckpt.session.vote import Agreement, Readiness, TaskState, Vote
+from ftckpt.session.vote import Agreement, Vote
 from tests.support.errors import raises
 from tests.support.pool import run_ranks
 from tests.support.processes import is_running
@@ -78,76 +77,10 @@ def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
     assert [result.value for result in run_ranks(gather_all, 3)] == [expected] * 3
 
 
-def pass_around(rank: int, size: int) -> list[int]:
-    group = Group(30.0)
-    mine, other = torch.full((5,), rank, dtype=torch.uint8), torch.empty(5, dtype=torch.uint8)
-    if rank == 0:
-        group.start_send(mine, 1).wait()
-        mine.fill_(9)  # allowed once wait has returned
-        group.start_receive(other, 1).wait()
-    else:
-        group.start_receive(other, 0).wait()
-        group.start_send(mine, 0).wait()
-    return other.tolist()
-
-
-def test_messages_reach_the_other_rank() -> None:
-    assert [result.value for result in run_ranks(pass_around, 2)] == [[1] * 5, [0] * 5]
-
-
-def wait_for_late(rank: int, size: int, what: str) -> tuple[str, float]:
-    group = Group(LATE_SECS / 3)
-    begin = time.monotonic()
-    if rank == 1:
-        time.sleep(LATE_SECS)
-    try:
-        getattr(group, what)(*{"gather": [b"x"], "barrier": [], "broadcast": [b"x", 1]}[what])
-    except RuntimeError as error:
-        return f"RuntimeError {error}", time.monotonic() - begin
-    return "", time.monotonic() - begin
-
-
-@pytest.mark.parametrize("what", ["gather", "barrier", "broadcast"])
-def test_a_late_rank_is_an_error_at_the_deadline(what: str) -> None:
-    results = run_ranks(wait_for_late, 2, what)
-    told, waited = results[0].value
-    assert told.startswith("RuntimeError")
-    assert waited < LATE_SECS
-
-
 def read(agreement: Any, timeout_secs: float) -> Any:
     """Of each verdict what is whole and what all want of the next snapshot."""
     verdicts = agreement.read(timeout_secs)
     return None if verdicts is None else [(verdict.newest, int(verdict.will)) for verdict in verdicts]
-
-
-def agree(rank: int, size: int) -> list[Any]:
-    agreement = Agreement(Group(30.0))
-    verdicts: list[Any] = [read(agreement, 5.0)]
-    for newest, will in [((4, 5, 3)[rank], Readiness.GO), (6, Readiness.GO if rank else Readiness.SKIP)]:
-        agreement.post(Vote(0, newest, will))
-        verdicts.append(read(agreement, 30.0))
-    agreement.post(Vote(0, -1 if rank == 2 else 7))
-    agreement.post(Vote(0, 8))
-    verdicts.append(read(agreement, 30.0))
-    verdicts.append(read(agreement, 0.0))
-    return verdicts
-
-
-def test_what_all_ranks_have_is_what_all_name_in_one_round() -> None:
-    expected = [[], [(-1, 1)], [(6, 0)], [(-1, 1), (8, 1)], []]
-    assert [result.value for result in run_ranks(agree, 3)] == [expected] * 3
-
-
-def turn_off(rank: int, size: int) -> list[Any]:
-    agreement = Agreement(Group(30.0))
-    agreement.post(Vote(0, 4, Readiness.OFF if rank == 1 else Readiness.SKIP))
-    agreement.post(Vote(1, 5))
-    return [read(agreement, 30.0), read(agreement, 30.0)]
-
-
-def test_off_of_one_rank_reaches_all_even_behind_later_posts() -> None:
-    assert [result.value[0] for result in run_ranks(turn_off, 3)] == [[(4, -1)]] * 3
 
 
 def lag(rank: int, size: int) -> tuple[list[Any], float]:
@@ -186,78 +119,25 @@ def post_many(rank: int, size: int) -> list[Any]:
     if rank == 1:
         other.barrier()
     posted = [group.start_minimum([number + rank]) for number in range(MANY)]
-    kept = [tensor for tensor, _ in group._tensors]
-    unread = [any(minimum.tensor is one for one in kept) for work, minimum in posted if not work.is_completed()]
+    num_unread = sum(not work.is_completed() for work, _ in posted)
     if rank == 0:
         other.barrier()
     assert all(group.finish(work, 30.0) for work, _ in posted)
     minima = [int(minimum.tensor) for _, minimum in posted]
-    pairs = list(group._tensors)
+    alive = [weakref.ref(minimum.tensor) for _, minimum in posted]
     posted.clear()
-    assert group.finish(group.start_minimum([0])[0], 30.0)
-    deadline = time.monotonic() + FEW_SECS
-    while any(tensor._use_count() > 2 for tensor, _ in pairs) and time.monotonic() < deadline:
-        time.sleep(0.01)  # torch's thread has some of them for a moment more
-    shared = {tensor._use_count() for tensor, _ in pairs}
-    assert group.finish(group.start_minimum([0])[0], 30.0)
-    return [len(unread), all(unread), minima, shared, len(group._tensors)]
+    kept = sum(one() is not None for one in alive)
+    for _ in range(3):
+        group.barrier()
+    return [num_unread, minima, kept, sum(one() is not None for one in alive)]
 
 
-def test_what_is_posted_stays_until_it_is_finished_however_much_is_unread() -> None:
-    """Torch writes into it until then; and a thread of torch that lets go of it as the last but Python's object asks
-    for the interpreter, which aborts a process that ends."""
+def test_what_is_posted_stays_until_a_later_collective_is_complete() -> None:
+    """A thread of torch that releases a tensor as the last one needs the interpreter: a process that ends aborts."""
     first, second = (result.value for result in run_ranks(post_many, 2))
-    assert first[:2] == [MANY, True] and second[1]
-    assert first[2] == second[2] == list(range(MANY))
-    assert first[3] == second[3] == {2}, "C++ refers to it once more than its threads do"
-    assert first[4] <= 2 and second[4] <= 2, "what no thread has at a post has gone"
-
-
-def wish(rank: int, size: int) -> list[Any]:
-    agreement = Agreement(Group(30.0))
-    agreement.post(Vote(4, 4, stretch=rank + 1))
-    agreement.post(Vote(6, 6))
-    reads = [agreement.read(30.0)]
-    agreement.post(Vote(8, 8, stretch=5 - rank))
-    reads.append(agreement.read(30.0))
-    return [[(verdict.number, verdict.stretch) for verdict in verdicts] for verdicts in reads if verdicts is not None]
-
-
-def test_the_largest_wish_of_each_round_is_read_once_and_in_order() -> None:
-    assert [result.value for result in run_ranks(wish, 3)] == [[[(4, 3), (6, 1)], [(8, 5)]]] * 3
-
-
-def cover(rank: int, size: int) -> list[Any]:
-    agreement = Agreement(Group(30.0))
-    agreement.post(Vote(4, 4, target=3, cover=TaskState.WORKING if rank == 1 else TaskState.DONE))
-    agreement.post(Vote(5, 5, target=3, cover=TaskState.CANNOT if rank == 2 else TaskState.DONE))
-    agreement.post(Vote(6, 6 + rank, target=3))
-    agreement.post(Vote(7, 7, target=4 if rank == 0 else 3))
-    verdicts = agreement.read(30.0)
-    return [(verdict.newest, verdict.target, int(verdict.cover)) for verdict in verdicts or ()]
-
-
-def test_a_target_is_covered_when_all_post_that_of_the_same_one() -> None:
-    expected = [(4, 3, 0), (5, 3, -1), (-1, 3, 2), (7, -1, 2)]
-    assert [result.value for result in run_ranks(cover, 3)] == [expected] * 3
-
-
-def post_without_waiting(rank: int, size: int) -> float:
-    group = Group(30.0)
-    agreement = Agreement(group)
-    group.barrier()
-    if rank == 1:
-        time.sleep(LATE_SECS)
-    begin = time.monotonic()
-    for iteration in range(5):
-        agreement.post(Vote(iteration, iteration))
-    secs = time.monotonic() - begin
-    assert read(agreement, 30.0)[-1] == (4, 1)
-    return secs
-
-
-def test_posting_never_waits_for_other_ranks() -> None:
-    assert run_ranks(post_without_waiting, 2)[0].value < LATE_SECS / 2
+    assert first[0] == MANY
+    assert first[1] == second[1] == list(range(MANY))
+    assert first[2] == MANY and first[3] == second[3] == 0, "kept at first, and gone after the next collectives"
 
 
 def share_errors(rank: int, size: int) -> list[str]:
@@ -268,11 +148,12 @@ def share_errors(rank: int, size: int) -> list[str]:
         if rank in ranks:
             raise errors.LostError(f"shard of {rank} is gone: 100 % \u2192 0")
 
-    def fail_own() -> None:
+    def fail_by(error: Exception) -> None:
         if rank == 1:
-            raise PeerAuthError("x")
+            raise error
 
-    for action in (lambda: fail(1), lambda: fail(2, 1), fail_own, lambda: None):
+    own, foreign = PeerAuthError("x"), KeyError("a bug")
+    for action in (lambda: fail(1), lambda: fail(2, 1), lambda: fail_by(own), lambda: fail_by(foreign), lambda: None):
         try:
             together(group, action)
             found.append("good")
@@ -283,26 +164,9 @@ def share_errors(rank: int, size: int) -> list[str]:
 
 def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_rank() -> None:
     lost = "LostError rank 1: shard of 1 is gone: 100 % \u2192 0"
+    bug = "FtckptError rank 1: KeyError: 'a bug'"
     for rank, result in enumerate(run_ranks(share_errors, 3)):
-        assert result.value == [str(rank * 10), lost, lost, "PeerAuthError rank 1: x", "good"]
-
-
-def fail_alone(rank: int, size: int) -> str:
-    group = Group(LATE_SECS)
-
-    def fail() -> None:
-        if rank == 1:
-            raise KeyError("a bug")
-
-    try:
-        together(group, fail)
-    except FtckptError as error:
-        return str(error)
-    return "good"
-
-
-def test_a_foreign_error_of_one_rank_reaches_all() -> None:
-    assert [result.value for result in run_ranks(fail_alone, 3)] == ["rank 1: KeyError: 'a bug'"] * 3
+        assert result.value == [str(rank * 10), lost, lost, "PeerAuthError rank 1: x", bug, "good"]
 
 
 def outlive_a_stall(rank: int, size: int, number: int, is_recent: bool) -> list[str]:
@@ -445,22 +309,10 @@ def test_no_rank_waits_on_when_the_store_does_not_answer(tmp_path: Path) -> None
 
 def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
     first = Group(GROUP_SECS)
-    first._give_up("for a test")
+    first.give_up("for a test")
     second = Group(GROUP_SECS)
     time.sleep(LATE_SECS * rank)  # late, so that rank 0 looks
     return second.gather(bytes([rank]))
-
-
-def wait_for_the_name(rank: int, size: int) -> list[bytes]:
-    """Rank 0 takes longer to say the name of the notice than a rank waits before it looks for one."""
-    if rank == 0:
-        urandom = os.urandom
-        comm.os.urandom = lambda nbytes: (time.sleep(LATE_SECS), urandom(nbytes))[1]  # type: ignore[attr-defined]
-    return comm.Group(GROUP_SECS).gather(bytes([rank]))
-
-
-def test_a_group_whose_first_rank_is_slow_is_waited_for() -> None:
-    assert [result.value for result in run_ranks(wait_for_the_name, 2)] == [[b"\0", b"\1"]] * 2
 
 
 def test_a_group_that_was_given_up_does_not_spoil_the_next_one() -> None:

@@ -83,7 +83,7 @@ def trains(rank: int, world_size: int, arena: str, records: str) -> list[bool]:
     same += [end_notes.read(checkpointer.node_dir) == [], launcher_run(os.environ).read().code == 0]
     may_copy.set()
     train(4)
-    until(lambda: checkpointer.whole is not None)
+    until(lambda: checkpointer.committed is not None)
     return same
 
 

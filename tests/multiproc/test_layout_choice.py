@@ -41,9 +41,10 @@ def attach(rank: int, world_size: int, words: list[str], settings: dict[str, Any
     import train_gpt
 
     import ftckpt.megatron
+    import ftckpt.megatron.job
 
     ftckpt.megatron.configure(Config(enabled=True, node="n", protect="none", chunk_size="64KiB", **settings))
-    ftckpt.megatron._choice = None
+    ftckpt.megatron.job.choice = None
     args = train_gpt.parse_args([*TINY, *words, "--iterations", "9"])
     try:
         if ask:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import urllib.error
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.smps import JOB, NODE, site_at
-from tests.support.waiting import until
+from tests.support.smps import site_at
 
 MONITORING = Path(__file__).parents[2] / "configs" / "monitoring"
 needs_promtool = pytest.mark.skipif(
@@ -137,43 +135,6 @@ def test_prometheus_has_nothing_to_say_of_what_an_smp_serves(arena_root: Path) -
         client.configure(site.description(metrics_port="auto"))
         with urllib.request.urlopen(client.hello()["metrics"], timeout=10) as reply:
             promtool("check", "metrics", text=reply.read().decode())
-
-
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
-@pytest.mark.slow
-def test_the_job_keeps_its_name_in_prometheus(arena_root: Path, tmp_path: Path) -> None:
-    """As it scrapes by default, with a word of its own for what it scrapes: alerts tell two jobs of a node apart."""
-    with site_at(arena_root) as site:
-        client = site.start()
-        client.configure(site.description(metrics_port="auto"))
-        target = client.hello()["metrics"].removeprefix("http://").partition("/")[0]
-        scrape = {"job_name": "nodes", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
-        config = {"scrape_configs": [scrape], "rule_files": [str(MONITORING / "alerts.yaml")]}
-        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-        words = ["--web.listen-address=127.0.0.1:0", f"--storage.tsdb.path={tmp_path}/data"]
-        log = tmp_path / "log"
-        with log.open("w") as out:
-            command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", *words]
-            server = subprocess.Popen(command, stdout=out, stderr=out)
-        try:
-            until(lambda: re.search(r"Listening on.*address=127.0.0.1:(\d+)", log.read_text()), log.read_text, 60)
-            (port,) = re.findall(r"Listening on.*address=127.0.0.1:(\d+)", log.read_text())
-            url = f"http://127.0.0.1:{port}/api/v1/query?query=ftckpt_ranks"
-
-            def labels() -> dict[str, str]:
-                try:
-                    with urllib.request.urlopen(url, timeout=10) as reply:
-                        found = json.loads(reply.read())["data"]["result"]
-                except urllib.error.HTTPError:  # it starts
-                    return {}
-                return dict(found[0]["metric"]) if found else {}
-
-            until(labels, log.read_text, 60)
-            assert labels() | {"training_job": JOB, "node": NODE, "job": "nodes"} == labels()
-            assert not any(name.startswith("exported_") for name in labels())
-        finally:
-            server.terminate()
-            server.wait(60)
 
 
 def test_the_dashboard_survives_the_types_of_grafana() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.megatron import callbacks
+from ftckpt.megatron.job import CORE
 from tests.support import jobs, patch_files
 from tests.support.tiers import by_default
 
@@ -26,7 +26,8 @@ from tests.support import standin
 standin.install()
 import megatron.core, torch.distributed, train_gpt
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from ftckpt.megatron import callbacks, door, hooks
+from ftckpt.megatron import door, hooks
+from ftckpt.megatron.job import CORE, is_patched
 from tests.support.plain import Recorder
 
 hooks.install()  # the runner has done so
@@ -55,7 +56,7 @@ door.remove()
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
     json.dump({
         "core": megatron.core.__file__,
-        "patched": [name for name in callbacks.CORE if callbacks.is_patched(sys.modules[name])],
+        "patched": [name for name in CORE if is_patched(sys.modules[name])],
         "wrapped": wrapped, "guarded": guarded, "guards": guards,
         "trained": trained, "expected": recorder.expected[0], "evaluated": evaluated,
     }, out)
@@ -101,7 +102,7 @@ def train(core: Path, out: Path, argv: list[str], runner: bool) -> tuple[list[di
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)], ended.stderr
 
 
-ACTS = f"no run-time hooks in patched modules: {', '.join(callbacks.CORE)}"
+ACTS = f"no run-time hooks in patched modules: {', '.join(CORE)}"
 LAYOUTS = {"no pipeline": [], "pp2": ["--pp", "2"], "pp2-vpp2": ["--pp", "2", "--vpp", "2", "--layers", "4"]}
 
 
@@ -113,7 +114,7 @@ def test_the_lines_follow_and_fence_without_hooks(core: Path, tmp_path: Path, la
     assert written.count(ACTS) == runner
     for seen in ranks:
         assert seen["core"].startswith(str(core))
-        assert seen["patched"] == list(callbacks.CORE)
+        assert seen["patched"] == list(CORE)
         assert not seen["wrapped"] and not seen["guarded"], "a hook acts where a line does"
         assert seen["guards"] == 1, "torch's own hook before a step is all that is left"
         assert seen["evaluated"] == ["pause"]

@@ -21,7 +21,7 @@ from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import Channel
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.smp.traffic import NetworkProfile
-from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, flip, parity_of
+from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, parity_of
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -176,73 +176,6 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     until(lambda: cluster.smps[0].tasks.status()["encoding"] and cluster.nodes[0].checked(1), "under way")
     cluster.encode(1, 2)
     assert cluster.check(2) >= 2 and not cluster.nodes[0].encoded(1)
-
-
-def test_a_node_that_stays_away_is_given_up_and_told_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftckpt.smp.peers._MAX_BACKOFF_SECS", 0.1)
-    cluster.build([[0], [1]], PEER, protect_timeout_secs=8.0)
-    cluster.snapshot(0, 1)
-    cluster.snapshot(1, 2)
-    until(lambda: all(node.checked(i) for node in cluster.nodes for i in (1, 2)), "checked")
-    cluster.smps[1].pause()
-    cluster.smps[1].end()
-    begun = time.monotonic()
-    cluster.target(1)
-    tasks, events = cluster.smps[0].tasks, cluster.smps[0].events
-    until(lambda: tasks.cannot == SnapshotId(LINEAGE, 1), "cannot")
-    secs = time.monotonic() - begun
-    assert 3.5 < secs < 20
-    begun = time.monotonic()
-    cluster.target(2)
-    until(lambda: tasks.cannot == SnapshotId(LINEAGE, 2), "cannot, at once this time")
-    assert time.monotonic() - begun < secs / 2
-    assert [event["node"] for event in events.of("peer_lost")] == ["n1"]
-    assert [event["iteration"] for event in events.of("not_covered")] == [1, 2]
-    assert "n1 at 127.0.0.1" in events.of("not_covered")[0]["reason"]
-    assert tasks.status()["state"] == "cannot" and "n1" in tasks.status()["failing"]
-    assert cluster.nodes[0].states(2) == [CheckState.CHECKED]
-
-
-def test_a_node_with_another_secret_gets_nothing(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False, protect_timeout_secs=4.0)
-    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
-    other = describe(cluster.nodes[1], cluster.nodes, PEER, ports, secret="a1" * 32, protect_timeout_secs=4.0)
-    cluster.smps[1].configure(other)
-    for smp in cluster.smps:
-        smp.start()
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    until(lambda: all(smp.tasks.cannot for smp in cluster.smps), "cannot")
-    for smp in cluster.smps:
-        assert [event["address"] for event in smp.events.of("peer_refused")] == ["127.0.0.1"]
-        assert len(smp.events.of("peer_lost")) == len(smp.events.of("not_covered")) == 1
-        assert smp.tasks.status()["received_bytes"] == 0
-    assert not any(node.packages(1) != [node.arenas[0].manifest.shard] for node in cluster.nodes)
-    # The same secret for all of them, as after a restart of the trainers.
-    for node, smp in zip(cluster.nodes, cluster.smps, strict=True):
-        smp.pause()
-        smp.configure(describe(node, cluster.nodes, PEER, ports, secret="b2" * 32))
-        smp.start()
-    until(lambda: cluster.encoded(1), "encoded")
-
-
-def test_bad_bytes_of_another_node_make_no_parity(cluster: Cluster) -> None:
-    cluster.build([[0], [1], [2]], PEER, protect_timeout_secs=3.0)
-    cluster.snapshot(0, 1)
-    until(lambda: all(node.checked(1) for node in cluster.nodes), "checked")
-    arena = cluster.nodes[1].arenas[0]
-    flip(arena, 0, arena.image.chunks[0].begin + 1)
-    cluster.target(1)
-    lacking = lambda: [smp for smp in cluster.smps if smp.tasks.cannot]  # noqa: E731
-    until(lacking, "cannot")
-    assert "does not match its checksum" in lacking()[0].events.of("not_covered")[0]["reason"]
-    assert not cluster.encoded(1)
-    flip(arena, 0, arena.image.chunks[0].begin + 1)
-    cluster.target(-1)
-    until(lambda: not any(smp.tasks.status()["target"] for smp in cluster.smps), "given up")
-    cluster.target(1)
-    until(lambda: cluster.encoded(1), "encoded")
-    assert cluster.check(1) >= 3
 
 
 def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

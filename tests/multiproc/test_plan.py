@@ -137,15 +137,15 @@ def _layout(case: Case, config: Any) -> Any:
 
 
 def _told(checkpointer: Any) -> Started:
-    image = checkpointer._shard.capture.arena.image
+    image = checkpointer.arena.image
     holding = image.holding("", "", "")
     sections = [(section.kind, section.group, sum(section.lengths)) for section in holding.sections]
     numels = {
         piece.fragment.key: _numel(piece.fragment.global_shape)
-        for piece in checkpointer._shard._described.stepped
+        for piece in checkpointer.snapshots.shard.state.stepped
         if piece.fragment.key.startswith("exp_avg/")
     }
-    modes = checkpointer._protection.modes.names
+    modes = checkpointer.rank.protection.modes.names
     checkpointer.close(remove=True)
     return Started(holding.shard, modes, sections, holding.slot_bytes, numels)
 

@@ -43,27 +43,6 @@ def status(root: Path) -> dict[str, Any]:
     return job_status(root, JOB, 5.0)
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_who_watches_without_a_terminal_sees_each_status_at_once(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
-) -> None:
-    shown: list[str] = []
-
-    def looked(_: float) -> None:
-        shown.append(capsys.readouterr().out)
-        if len(shown) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(status_of.time, "sleep", looked)
-    words = ["status", JOB, "--watch", "3", "--arena", str(job.root), *(["--json"] if as_json else [])]
-    assert main(words) == 0
-    for text in shown:
-        if as_json:
-            assert text.count("\n") == 1 and json.loads(text)["whole"] == 6
-        else:
-            assert JOB in text and text.endswith("\n\n")
-
-
 def test_a_watch_outlives_the_job_and_ends_without_a_trace(
     job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

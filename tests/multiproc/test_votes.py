@@ -48,12 +48,12 @@ def trained(rank: int, world_size: int, settings: dict[str, Any]) -> list[Step]:
     while min(_of_all(steps[-1].persisted)) < 3 * INTERVAL:
         assert time.monotonic() < deadline
         plain.iterate(checkpointer, state, len(steps))
-        protection, ours = checkpointer._protection, checkpointer._state
+        protection, ours = checkpointer.rank.protection, checkpointer.rank.state
         target, flush = ours.targets.target, ours.flushes.current
         covered = target if protection.observe(target).covered else ours.targets.protected
         is_flushed = protection.observe_flush(flush).state == FlushState.DONE
         flushed = flush if is_flushed else ours.flushes.persisted
-        known = checkpointer.whole, checkpointer.protected, checkpointer.persisted
+        known = checkpointer.committed, checkpointer.protected, checkpointer.persisted
         steps.append(Step(*map(_iteration, (*known, covered, flushed))))
         time.sleep(0.02)  # to the SMP, and to what ranks tell each other
     checkpointer.close()

@@ -8,22 +8,16 @@ from contextlib import closing
 from pathlib import Path
 
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.inventory import ArenaReport, Inventory, ParityReport, VerifiedPackage, take_inventory
+from ftckpt.memory.locations import OpenArenas, PackageAt, SlotAt
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.replicas import Gather, Holdings, ReplicaSets, find_sharing
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.groups import Member, node_groups, peer_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.decide import Decision, Findings, Query, decide
-from ftckpt.restore.inventory import (
-    ArenaReport,
-    Inventory,
-    ParityReport,
-    SnapshotProtection,
-    VerifiedPackage,
-    take_inventory,
-)
-from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
 
 
 def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Topology:
@@ -38,7 +32,7 @@ def shield_of(
     packages: Mapping[str, PackageAt],
     has_parity: Callable[[Member], bool],
 ) -> SnapshotProtection:
-    """What protects a snapshot of these shards: parity of the members that have any, and a package of a shard."""
+    """Protection of a snapshot of these shards: parity of the members that have any, and a package of a shard."""
     groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
     parity = [
         ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
@@ -57,11 +51,11 @@ def decided(reports: Sequence[ArenaReport], topology: Topology, damaged: Collect
         answer = decide(Inventory(tuple(reports)), topology, findings)
         if not isinstance(answer, Query):
             return answer
-        findings.shields[answer.snapshot] = SnapshotProtection()
+        findings.protections[answer.snapshot] = SnapshotProtection()
 
 
 def inventory_of(*folders: Path) -> Inventory:
-    """What lies in the directories of some nodes, which have the names of the nodes."""
+    """The inventory of some nodes' directories, which have the names of the nodes."""
     found = []
     for folder in folders:
         with closing(OpenArenas(folder)) as arenas:

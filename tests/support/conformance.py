@@ -195,7 +195,7 @@ class Watcher:
             step(target, iteration)
             if at is not None:
                 self._check_slot(*at)
-            whole = self._checkpointer.whole
+            whole = self._checkpointer.committed
             self.whole.append(whole.iteration if whole is not None else -1)
             copies = [(piece, piece.tensor.clone()) for piece in (*described.stepped, *described.volatile)]
             self._boundary = (iteration, copies)

@@ -1,15 +1,19 @@
-"""Fragments of all ranks put together again: what is missing, what is claimed twice and differs."""
+"""Fragments of all ranks put together again: what is missing, what is claimed twice and differs; and their digest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from ftckpt.capture.assignment import as_bytes
 from ftckpt.model.fragment import Fragment
+from ftckpt.model.training_state import Description
 
 Elements = tuple[Fragment, bytes]
 """A fragment and its bytes."""
@@ -18,12 +22,12 @@ Wholes = dict[str, tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]]
 
 
 def held(pieces: Iterable[Any]) -> list[Elements]:
-    """What a rank has of these pieces now."""
+    """The contents of a rank's pieces now."""
     return [(piece.fragment, as_bytes(piece.tensor).cpu().numpy().tobytes()) for piece in pieces]
 
 
 def positions(fragment: Fragment) -> npt.NDArray[np.int64]:
-    """Of each element of a fragment its flat place in the logical tensor."""
+    """The flat place of each element of a fragment in the logical tensor."""
     whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
     places = zip(fragment.box.offset, fragment.box.shape, strict=True)
     box: Any = tuple(slice(offset, offset + size) for offset, size in places)
@@ -31,7 +35,7 @@ def positions(fragment: Fragment) -> npt.NDArray[np.int64]:
 
 
 def put_together(ranks: Iterable[Sequence[Elements]]) -> list[str]:
-    """What is wrong with the fragments of all ranks, in words; empty: they make up every tensor.
+    """Problems of the fragments of all ranks, in words; empty: they make up every tensor.
 
     No element is missing, no rank holds one twice, ranks that hold the same one hold the same bytes.
     """
@@ -102,3 +106,69 @@ class _Tensor:
             problems.append("holds other bytes than an earlier rank")
         self.bytes[at], self.holders[at] = values, rank
         return problems
+
+
+Digest = dict[str, tuple[int, str]]
+"""By key, the number of elements and a hash of each element's place in the logical tensor and its bits."""
+
+
+class Digester:
+    """Hashes what all ranks hold together: a number for each logical tensor, the same in every layout.
+
+    Every element counts once, the lowest rank's where several have it. Left out: what belongs to a rank (``local/``),
+    and of the tensors that the layout pads all rows from ``rows`` on. Collective, as is each call.
+
+    Args:
+        described: this rank's state; its tensors are read at each call.
+        gather: every rank's bytes, in rank order.
+        rank: this one.
+        rows: size of the vocabulary without padding; None: padding counts.
+    """
+
+    def __init__(
+        self, described: Description, gather: Callable[[bytes], list[bytes]], rank: int, rows: int | None = None
+    ) -> None:
+        self._gather = gather
+        pieces = [p for p in (*described.stepped, *described.volatile) if not p.fragment.key.startswith("local/")]
+        gathered = gather(json.dumps([piece.fragment.to_json() for piece in pieces]).encode())
+        held = [[Fragment.from_json(value) for value in json.loads(data)] for data in gathered]
+        taken: dict[Any, npt.NDArray[np.bool_]] = {}
+        for fragment in (fragment for fragments in held[:rank] for fragment in fragments):
+            _untaken(taken, fragment)
+        self._parts = []
+        for piece in pieces:
+            own, at = _untaken(taken, piece.fragment), positions(piece.fragment).astype(np.uint64)
+            if rows is not None and piece.fragment.key in described.padded:
+                own &= at < rows * int(np.prod(piece.fragment.global_shape[1:], dtype=int))
+            self._parts.append((piece, own, at[own]))
+
+    def __call__(self) -> Digest:
+        """The hashes now; the same on all ranks."""
+        counts, sums = Counter[str](), Counter[str]()
+        for piece, own, at in self._parts:
+            key, words = piece.fragment.key, as_bytes(piece.tensor).cpu().numpy()
+            values = words.view(f"u{piece.fragment.item_bytes}")[own].astype(np.uint64)
+            name = np.full(1, xxhash.xxh3_64_intdigest(key.encode()), np.uint64)
+            counts[key] += len(at)
+            sums[key] += int(_finalized(_finalized(at ^ name) + values).sum(dtype=np.uint64))
+        total, numbers = Counter[str](), Counter[str]()
+        for data in self._gather(json.dumps([counts, sums]).encode()):
+            for found, of_rank in zip((numbers, total), json.loads(data), strict=True):
+                found.update(of_rank)
+        return {key: (numbers[key], f"{total[key] % 2**64:016x}") for key in sorted(numbers)}
+
+
+def _untaken(taken: dict[Any, npt.NDArray[np.bool_]], fragment: Fragment) -> npt.NDArray[np.bool_]:
+    """Elements of a fragment that nobody has taken; then they are. Boxes that are not the same do not overlap."""
+    of_box = taken.setdefault((fragment.key, fragment.box), np.zeros(fragment.box.numel, np.bool_))
+    own = ~of_box[fragment.start : fragment.stop]
+    of_box[fragment.start : fragment.stop] = True
+    return own
+
+
+def _finalized(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A random-looking word for each: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    words = (words + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -9,6 +9,7 @@ acts it writes down process and time, which tells later attempts, and the test, 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -19,6 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "launch")]
+
+from tests.support import constants, killing  # noqa: E402
+
 DIRECTORY_VAR = "FTCKPT_TEST_FAILURES"
 ALL = -1
 MESSAGE = "out of memory, for a test"
@@ -26,7 +31,7 @@ MESSAGE = "out of memory, for a test"
 
 @dataclass(frozen=True)
 class Failure:
-    """``stage`` is a key of STAGES, ``how`` one of HOW; ``nth``: at which call in the attempt, from 1.
+    """``stage`` is a key of STAGES, ``how`` what ``_fail`` knows; ``nth``: at which call in the attempt, from 1.
 
     ``cleanup`` is what the script does in a ``finally``: nothing, ``destroy`` the process groups, ``close`` the
     checkpointer.
@@ -39,42 +44,20 @@ class Failure:
     cleanup: str = ""
 
 
-def _raise() -> None:
-    import torch
+def _fail(how: str) -> None:
+    if how == "raise":
+        import torch
 
-    raise torch.OutOfMemoryError(MESSAGE)
+        raise torch.OutOfMemoryError(MESSAGE)
+    if how == "exit":
+        sys.exit(3)
+    if how == "exit at once":
+        os._exit(7)
+    if how == "interrupt":
+        raise KeyboardInterrupt(MESSAGE)
+    os.kill(os.getpid(), signal.Signals[how])
+    time.sleep(1)  # ends when the handler has raised
 
-
-def _exit() -> None:
-    sys.exit(3)
-
-
-def _exit_at_once() -> None:
-    os._exit(7)
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt(MESSAGE)
-
-
-def _terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(1)
-
-
-def _press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(1)  # ends when Python's handler has raised
-
-
-HOW: dict[str, Callable[[], None]] = {
-    "raise": _raise,
-    "exit": _exit,
-    "exit at once": _exit_at_once,
-    "interrupt": _interrupt,
-    "SIGTERM": _terminate,
-    "SIGINT": _press_ctrl_c,
-}
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -116,7 +99,7 @@ def write_plan(directory: Path, failures: list[Failure]) -> None:
 
 
 def fired(directory: Path) -> list[dict[str, Any]]:
-    """What has failed, in the order of time."""
+    """Failures that have acted, in the order of time."""
     found = [json.loads(path.read_text()) for path in directory.glob("fired*")]
     return sorted(found, key=lambda one: float(one["time"]))
 
@@ -129,41 +112,19 @@ def _due(directory: Path) -> tuple[int, Failure] | None:
     return None
 
 
-def _wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    module, _, dotted = place.partition(":")
-    owner: Any = importlib.import_module(module)
-    *classes, name = dotted.split(".")
-    for class_name in classes:
-        owner = getattr(owner, class_name)
-    setattr(owner, name, wrapper(getattr(owner, name)))
-
-
 def _install(directory: Path, rank: int, number: int, failure: Failure) -> None:
     place, after = STAGES[failure.stage]
-    calls = 0
+    calls = itertools.count(1)
 
-    def reached() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == failure.nth:
-            told = {"number": number, "rank": rank, "pid": os.getpid(), "time": time.time()}
+    def reached(*_: Any) -> None:
+        if next(calls) == failure.nth:
+            line = {"number": number, "rank": rank, "pid": os.getpid(), "time": time.time()}
             new = directory / f"new{number}.{rank}"
-            new.write_text(json.dumps(told))
+            new.write_text(json.dumps(line))
             new.rename(directory / f"fired{number}.{rank}")
-            HOW[failure.how]()
+            _fail(failure.how)
 
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not after:
-                reached()
-            result = original(*args, **kwargs)
-            if after:
-                reached()
-            return result
-
-        return wrapped
-
-    _wrap(place, wrapper)
+    killing.wrap(place, killing.at_calls(reached, after))
 
 
 def _log_steps(directory: Path, script: str, rank: int, saves: bool) -> None:
@@ -180,13 +141,11 @@ def _log_steps(directory: Path, script: str, rank: int, saves: bool) -> None:
 
         return wrapped
 
-    _wrap(f"{script}:train_step", wrapper)
+    killing.wrap(f"{script}:train_step", wrapper)
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    importlib.import_module("tests.support.constants").from_environment()
+    constants.from_environment()
     directory, rank = Path(os.environ[DIRECTORY_VAR]), int(os.environ["RANK"])
     script = "train_deepspeed" if "--deepspeed_config" in sys.argv else "train_gpt"
     module: Any = importlib.import_module(script)
@@ -198,7 +157,7 @@ def main() -> None:
     cleanup = due[1].cleanup if due is not None else ""
     kept: list[Any] = []
     if cleanup == "close":
-        _wrap("train_gpt:build", lambda build: lambda *args: kept.append(build(*args)) or kept[0])
+        killing.wrap("train_gpt:build", lambda build: lambda *args: kept.append(build(*args)) or kept[0])
     try:
         module.main(sys.argv[1:])
     finally:

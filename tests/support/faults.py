@@ -1,4 +1,5 @@
-"""Faults injected inside a training process, by plan: which rank, at which iteration, at which point.
+"""Faults injected inside a training process, by plan: which rank, at which iteration, at which point; and a table of
+faults: what happens, at which instant, under which protection, and what must be restored.
 
 ``install`` wraps the real functions of ftckpt, and of the frameworks that this process has imported. A fault
 fires once over all attempts of a job: right before it acts it creates its marker file, which tells later
@@ -8,20 +9,27 @@ attempts, and the test, that it did. No marker at the end means that nothing was
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import SMP_LOCK_NAME
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
+from tests.support.flips import flip
+from tests.support.killing import at_calls, wrap
 from tests.support.waiting import until
 
 PLAN_VAR = "FTCKPT_TEST_FAULTS"
@@ -33,68 +41,53 @@ IterationOf = Literal["training", "snapshot", "restored", "argument"]
 
 
 class FaultInjected(RuntimeError):
-    """What the action ``raise`` raises."""
-
-
-@dataclass(frozen=True)
-class Hook:
-    """A function to wrap, and when in its call a fault fires."""
-
-    module: str
-    name: str
-    after: bool = False
+    """The error of the action ``raise``."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place where faults fire; ``iteration_of`` is what a fault's ``iteration`` is compared with."""
+    """A place where faults fire: before or after calls of these functions, in those packages that are imported.
 
-    hooks: tuple[Hook, ...]
+    ``iteration_of`` is what a fault's ``iteration`` is compared with.
+    """
+
+    functions: tuple[str, ...]
     iteration_of: IterationOf
     argument: int = 0
+    after: bool = False
 
 
-_CHECKPOINTER, _CONTROL, _RESTART = (
-    "ftckpt.session.checkpointer",
-    "ftckpt.memory.control_block",
-    "ftckpt.restore.restart",
+_CHECKPOINTER = "ftckpt.session.checkpointer:Checkpointer"
+_CONTROL = "ftckpt.memory.control_block:ControlBlock"
+_RESTART = "ftckpt.restore.restart"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_STEPS = (
+    *(
+        f"megatron.core.optimizer.optimizer:{kind}.step_with_ready_grads"
+        for kind in ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
+    ),
+    f"{_ENGINE}._take_model_step",
 )
-_OPTIMIZER = "megatron.core.optimizer.optimizer"
-_OPTIMIZERS = ("ChainedOptimizer", "MixedPrecisionOptimizer", "FP32Optimizer")
-_ENGINE = "deepspeed.runtime.engine"
-
-
-def _steps(after: bool = False) -> tuple[Hook, ...]:
-    megatron = (Hook(_OPTIMIZER, f"{kind}.step_with_ready_grads", after) for kind in _OPTIMIZERS)
-    return (*megatron, Hook(_ENGINE, "DeepSpeedEngine._take_model_step", after))
-
 
 # training: the iteration being computed. snapshot: the one that the newest begun snapshot is of, which is
 # one less while its copies run in the background. restored: the one that was decided on, 0 for none.
 POINTS: dict[str, Point] = {
-    "forward": Point(
-        (Hook("megatron.core.pipeline_parallel.schedules", "forward_step"), Hook(_ENGINE, "DeepSpeedEngine.forward")),
-        "training",
-    ),
-    # Whatever place of the iteration the integration tells, in the order in which it tells them.
-    "phase": Point((Hook(_CHECKPOINTER, "Checkpointer.phase"),), "training"),
-    "fence": Point((Hook(_CHECKPOINTER, "Checkpointer.fence"),), "training"),
-    "before_step": Point(_steps(), "training"),
+    "forward": Point(("megatron.core.pipeline_parallel.schedules:forward_step", f"{_ENGINE}.forward"), "training"),
+    # Any place of the iteration, in the order in which the integration passes them.
+    "phase": Point((f"{_CHECKPOINTER}.phase",), "training"),
+    "fence": Point((f"{_CHECKPOINTER}.fence",), "training"),
+    "before_step": Point(_STEPS, "training"),
     # After an optimizer has written its shard, before data-parallel ranks gather what the others wrote.
-    "after_step": Point(_steps(after=True), "training"),
-    "boundary": Point((Hook(_CHECKPOINTER, "Checkpointer.step"),), "argument", 1),
-    "begin": Point((Hook(_CONTROL, "ControlBlock.begin", after=True),), "snapshot"),
-    "copy": Point(
-        (Hook("ftckpt.capture.copier", "copy_chunk"), Hook("ftckpt.capture.device_copier", "copy_chunk")), "snapshot"
-    ),
-    "before_seal": Point((Hook(_CONTROL, "ControlBlock.seal"),), "argument", 2),
-    "after_seal": Point((Hook(_CONTROL, "ControlBlock.seal", after=True),), "argument", 2),
-    "between": Point((Hook(_CHECKPOINTER, "Checkpointer.step", after=True),), "argument", 1),
-    "post": Point((Hook("ftckpt.session.vote", "Agreement.post", after=True),), "snapshot"),
-    "mark": Point((Hook(_CONTROL, "ControlBlock.mark_whole", after=True),), "argument", 1),
-    # Before each slot that the restore voids (the leader of a node alone does), mostly behind the last byte.
-    "void": Point((Hook(_CONTROL, "ControlBlock.void"),), "restored"),
-    "load": Point((Hook(_RESTART, "execute"), Hook("ftckpt.restore.direct_read", "DirectReader.bring")), "restored"),
+    "after_step": Point(_STEPS, "training", after=True),
+    "boundary": Point((f"{_CHECKPOINTER}.step",), "argument", 1),
+    "begin": Point((f"{_CONTROL}.begin",), "snapshot", after=True),
+    "copy": Point(("ftckpt.capture.copier:copy_chunk", "ftckpt.capture.device_copier:copy_chunk"), "snapshot"),
+    "before_seal": Point((f"{_CONTROL}.seal",), "argument", 2),
+    "after_seal": Point((f"{_CONTROL}.seal",), "argument", 2, after=True),
+    "between": Point((f"{_CHECKPOINTER}.step",), "argument", 1, after=True),
+    "post": Point(("ftckpt.session.vote:Agreement.post",), "snapshot", after=True),
+    "mark": Point((f"{_CONTROL}.mark_whole",), "argument", 1, after=True),
+    "load": Point((f"{_RESTART}:execute",), "restored"),
 }
 
 
@@ -186,6 +179,16 @@ class _Injector:
             if (fault.point, fault.iteration, fault.ordinal) == (name, iteration, ordinal):
                 self._fire(fault)
 
+    def stepped(self, _checkpointer: Any, iteration: int) -> None:
+        self.training = iteration + 1
+
+    def begins(self, _capture: Any, snapshot: SnapshotId, *_: Any) -> None:
+        self.snapshot = snapshot.iteration
+
+    def decided(self, _restart: Any, decision: Any) -> None:
+        self.restored = decision.snapshot.iteration if decision is not None else 0
+        self.training = self.restored + 1
+
     def _fire(self, fault: Fault) -> None:
         try:
             with open(fault.marker_of(self._rank), "x") as marker:
@@ -210,89 +213,119 @@ class _Injector:
             until(lambda: all(marker.exists() for marker in markers), secs=fault.secs)
 
 
-_originals: list[tuple[Any, str, Any]] = []
+_undo: list[Callable[[], None]] = []
 
 
 def install(faults: Iterable[Fault], rank: int, world_size: int | None = None) -> None:
-    """Wrap what the plan needs in this process; ``remove`` undoes it. A second plan replaces the first.
+    """Wrap what the plan needs in this process; a second plan replaces the first.
 
     ``world_size`` is how many ranks a fault of rank ``all`` waits for; default: the launcher's WORLD_SIZE.
     """
-    remove()
+    while _undo:
+        _undo.pop()()
     plan = list(faults)
     size = world_size if world_size is not None else int(os.environ.get("WORLD_SIZE", "1"))
     injector = _Injector(plan, rank, size)
-    hooks = [
-        (name, hook)
+    wanted = {fault.point for fault in plan}
+    places = [
+        (name, place, point.after)
         for name, point in POINTS.items()
-        if any(fault.point == name for fault in plan)
-        for hook in point.hooks
-        if hook.module.partition(".")[0] in sys.modules
+        for place in point.functions
+        if name in wanted and place.partition(".")[0] in sys.modules
     ]
-    for _, hook in hooks:  # all of them first: a module must not import a name that is wrapped already
-        importlib.import_module(hook.module)
-    _follow(injector)
-    for name, hook in hooks:
-        _wrap(hook.module, hook.name, functools.partial(_at_point, injector, name, hook.after))
+    for _, place, _ in places:  # all of them first: a module must not import a name that is wrapped already
+        importlib.import_module(place.partition(":")[0])
+    # These lie inside the wrappers of the points.
+    _undo.append(wrap(f"{_CHECKPOINTER}.step", at_calls(injector.stepped, after=True)))
+    _undo.append(wrap("ftckpt.capture.capture:Capture.begin", at_calls(injector.begins)))
+    _undo.append(wrap(f"{_RESTART}:Restart.invalidate_newer", at_calls(injector.decided)))
+    for name, place, after in places:
+        _undo.append(wrap(place, at_calls(lambda *args, name=name: injector.reached(name, args), after)))
 
 
-def remove() -> None:
-    """Put the original functions back."""
-    while _originals:
-        owner, name, original = _originals.pop()
-        setattr(owner, name, original)
+KILLS: dict[str, tuple[int, ...]] = {
+    "forward": (-2, -1),
+    "fence": (-2, -1),
+    "before_step": (-1,),
+    "after_step": (-1,),
+    "boundary": (-1,),
+    "begin": (-1,),
+    "copy": (-1,),
+    "before_seal": (-1,),
+    "after_seal": (-1, 0),
+    "post": (0,),
+    "mark": (0,),
+    "between": (-1, 0),
+}
+"""Instant of a SIGKILL → what may come back, counted from the iteration in which it falls. Up to the fence the copies
+of the snapshot before may be under way."""
+
+IN_EVERY_ITERATION = ("forward", "fence", "before_step", "boundary")
+"""Instants that come whether an iteration has a snapshot or not: under protection one may be skipped."""
+
+OLDER, SAME, LOST = "the snapshot before", "the same snapshot", "nothing, and the arena is named"
 
 
-def _wrap(module: str, dotted: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``dotted`` (``function`` or ``Class.method``) of ``module``."""
-    owner: Any = importlib.import_module(module)
-    *classes, name = dotted.split(".")
-    for class_name in classes:
-        owner = getattr(owner, class_name)
-    original = getattr(owner, name)
-    _originals.append((owner, name, original))
-    setattr(owner, name, functools.wraps(original)(wrapper(original)))
+def _flip_in(region: str, by: int) -> Callable[[Path, int], None]:
+    def damage(path: Path, slot: int) -> None:
+        with closing(Arena.open(path)) as arena:
+            begin = int(getattr(arena.image, region).begin)
+        flip(path / slot_name(slot), begin + by)
+
+    return damage
 
 
-def _at_point(injector: _Injector, name: str, after: bool, original: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if after:
-            result = original(*args, **kwargs)
-            injector.reached(name, args)
-            return result
-        injector.reached(name, args)
-        return original(*args, **kwargs)
-
-    return wrapped
+def _flip_padding(path: Path, slot: int) -> None:
+    with closing(Arena.open(path)) as arena:
+        begin = next(pad.begin for pad in arena.image.pads if pad.nbytes)
+    flip(path / slot_name(slot), begin)
 
 
-def _follow(injector: _Injector) -> None:
-    """Keep the injector's iterations up to date; these wrappers lie inside those of the points."""
+def _lose_node(path: Path, slot: int) -> None:
+    """All of a node at once: its SMP, and the memory of its arenas, parity and packages."""
+    lock = path.parent / SMP_LOCK_NAME
+    pid = holder_of(lock)
+    assert pid is not None, "the node's SMP outlives its trainers"
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: holder_of(lock) is None, "its end")
+    shutil.rmtree(path.parent)
 
-    def step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, iteration: int) -> Any:
-            try:
-                return original(self, iteration)
-            finally:
-                injector.training = iteration + 1
 
-        return wrapped
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Protection of a job of four ranks, and their nodes: at the start, and in the attempt after the damage."""
 
-    def begin(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, snapshot: SnapshotId, *args: Any, **kwargs: Any) -> Any:
-            injector.snapshot = snapshot.iteration
-            return original(self, snapshot, *args, **kwargs)
+    settings: dict[str, Any]
+    nodes: tuple[str, ...] = ("node",) * 4
+    nodes_after: tuple[str, ...] = ("node",) * 4
 
-        return wrapped
 
-    def void_newer(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(self: Any, decision: Any) -> Any:
-            injector.restored = decision.snapshot.iteration if decision is not None else 0
-            injector.training = injector.restored + 1
-            return original(self, decision)
+PROTECTIONS = {
+    "none": Protection({"protect": "none"}),
+    "node": Protection({"protect": "node"}),
+    "sealed peer": Protection({"protect": "peer", "encrypt": True}, ("a", "a", "b", "b"), ("a", "a", "c", "c")),
+}
 
-        return wrapped
 
-    _wrap(_CHECKPOINTER, "Checkpointer.step", step)
-    _wrap("ftckpt.capture.capture", "Capture.begin", begin)
-    _wrap(_RESTART, "Restart.void_newer", void_newer)
+@dataclass(frozen=True, slots=True)
+class DamageRow:
+    """Damage to the newest snapshot in one rank's arena, and what comes back by which of ``PROTECTIONS``."""
+
+    damage: Callable[[Path, int], None]
+    comes_back: dict[str, str]
+
+
+DAMAGES = {
+    "stepped byte": DamageRow(_flip_in("stepped", 100), {"none": OLDER, "node": SAME}),
+    "objects byte": DamageRow(_flip_in("objects", 40), {"none": OLDER, "node": SAME}),
+    "slot truncated": DamageRow(
+        lambda path, slot: os.truncate(path / slot_name(slot), 8192), {"none": OLDER, "node": SAME}
+    ),
+    "slot gone": DamageRow(lambda path, slot: (path / slot_name(slot)).unlink(), {"none": OLDER, "node": SAME}),
+    # What follows from the manifest alone is put right without any parity.
+    "header byte": DamageRow(lambda path, slot: flip(path / slot_name(slot), 2000), {"none": SAME}),
+    "padding byte": DamageRow(_flip_padding, {"none": SAME}),
+    "arena gone": DamageRow(lambda path, slot: shutil.rmtree(path), {"none": LOST, "node": SAME}),
+    "node gone": DamageRow(_lose_node, {"sealed peer": SAME}),
+    "control byte": DamageRow(lambda path, slot: flip(path / "control", 20), {"none": LOST, "node": SAME}),
+}

@@ -1,4 +1,4 @@
-"""What ranks of multi-process tests do: real Megatron-core jobs, with ftckpt or without."""
+"""Real Megatron-core jobs on the ranks of multi-process tests, with ftckpt or without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw: restored iteration, (iteration, loss, gradient norm) rows, hashes of its final state."""
+    """The result of one rank: restored iteration, rows of (iteration, loss, gradient norm), final hashes."""
 
     start: int | None
     history: list[tuple[int, float | None, float | None]]
@@ -108,12 +108,12 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
             add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
-        if run.guarded and (job.checkpointer._protection.protects or config.persist):
+        if run.guarded and (job.checkpointer.rank.protection.protects or config.persist):
             # Its few iterations are to be protected: an SMP starts beside training.
-            waiting.until(lambda: job.checkpointer._protection.smp_guards, "the SMP knows what to do", 30.0)
+            waiting.until(lambda: job.checkpointer.rank.protection.smp_guards, "the SMP knows what to do", 30.0)
         job.data.consumed_samples += 1000 * run.perturb
         if run.spoil and rank == 1:
-            pieces = job.checkpointer._shard._described.stepped
+            pieces = job.checkpointer.snapshots.shard.state.stepped
             next(piece for piece in pieces if piece.fragment.key == run.spoil).tensor[0] = 1e-3
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
     if run.end == "die":
@@ -125,7 +125,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
 
 
 def losses(rank: int, world_size: int, words: Sequence[str]) -> list[float | None]:
-    """What each iteration of the example job gives without ftckpt; None but on the last stage."""
+    """The loss of each iteration of the example job without ftckpt; None but on the last stage."""
     import train_gpt
 
     args = train_gpt.parse_args([*words, "--log-file", os.devnull])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import itertools
 import os
@@ -60,28 +61,49 @@ def killed_at(step: int, action: Callable[[], None]) -> bool:
         os._exit(1)
 
 
-def die_at(dotted: str, nth: int = 1, *, after: bool = False) -> None:
-    """From now on SIGKILL ends this process at the ``nth`` call of a function, such as ``module:Class.method``."""
-    module, _, name = dotted.partition(":")
+def wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Replace a function, such as ``module:Class.method``, by ``wrapper`` of it; returns what puts it back."""
+    module, _, dotted = place.partition(":")
     owner: Any = importlib.import_module(module)
-    *classes, name = name.split(".")
+    *classes, name = dotted.split(".")
     for class_name in classes:
         owner = getattr(owner, class_name)
-    original, calls = getattr(owner, name), itertools.count(1)
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrapper(original)))
+    return lambda: setattr(owner, name, original)
 
-    def dying(*args: Any, **options: Any) -> Any:
-        here = next(calls) == nth
-        result = None if here and not after else original(*args, **options)
-        if here:
+
+def at_calls(reached: Callable[..., None], after: bool = False) -> Callable[..., Callable[..., Any]]:
+    """A wrapper that calls ``reached`` with the positional arguments, before each call or after it."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if not after:
+                reached(*args)
+            result = original(*args, **options)
+            if after:
+                reached(*args)
+            return result
+
+        return wrapped
+
+    return wrapper
+
+
+def die_at(place: str, nth: int = 1, *, after: bool = False) -> None:
+    """From now on SIGKILL ends this process at the ``nth`` call of a function, such as ``module:Class.method``."""
+    calls = itertools.count(1)
+
+    def reached(*_: Any) -> None:
+        if next(calls) == nth:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(30)  # the kill comes when the call returns, at the latest
-        return result
 
-    setattr(owner, name, dying)
+    wrap(place, at_calls(reached, after))
 
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434
-"""The same on every architecture: they came after the tables were joined."""
+"""Numbers that are the same on every architecture: they came after the tables were joined."""
 _NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000

@@ -20,7 +20,7 @@ from ftckpt.memory.directory import SMP_LOCK_NAME, list_arenas
 from ftckpt.memory.locks import holder_of
 from ftckpt.persist.backend import open_storage
 from tests.support.event_logs import read_events
-from tests.support.processes import environment, free_ports, kill_all, running
+from tests.support.processes import free_ports, kill_all, started_with
 from tests.support.repository import ROOT
 from tests.support.storages import committed
 from tests.support.waiting import until
@@ -131,7 +131,7 @@ class Call:
 
     @property
     def options(self) -> dict[str, str]:
-        """What is given as ``--name=value`` before the first other word."""
+        """Options given as ``--name=value`` before the first other word."""
         words = itertools.takewhile(lambda word: word.startswith("--"), self.argv)
         return dict(word.partition("=")[::2] for word in words)
 
@@ -158,7 +158,7 @@ class Standins:
         (self.here / "codes.json").write_text(json.dumps(codes))
 
     def verdict(self, code: int, reason: str) -> None:
-        """What a rank has ended the run with, for good."""
+        """Set the final verdict with which a rank has ended the run."""
         (self.here / "verdict").write_text(f"{code} {reason}")
 
     def preempted(self) -> None:
@@ -180,12 +180,9 @@ class Standins:
     def slurm(self, *nodes: str, **env: str) -> dict[str, str]:
         """The environment of a batch script that was submitted from the repository."""
         slurm = {
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NODELIST": ",".join(nodes),
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "FTCKPT_PAUSE_SECS": "0",
-            "FTCKPT_WAIT_SECS": "10",
-        }
+            "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_SUBMIT_DIR": str(ROOT),
+            "FTCKPT_PAUSE_SECS": "0", "FTCKPT_WAIT_SECS": "10",
+        }  # fmt: skip
         return self.environment(**{**slurm, **env})
 
     def command(self, script: str, *arguments: str) -> list[str]:
@@ -201,14 +198,9 @@ class Standins:
         """Run a script of ``launch/`` to its end, from an empty directory."""
         (self.here / "cwd").mkdir(exist_ok=True)
         return subprocess.run(
-            self.command(script, *arguments),
-            cwd=self.here / "cwd",
-            env=env or self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+            self.command(script, *arguments), cwd=self.here / "cwd", env=env or self.environment(),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
 
     def calls(self, name: str) -> list[Call]:
         path = self.here / "calls.jsonl"
@@ -239,15 +231,8 @@ class Launched:
         self._num_started = 0
         self.common = [
             *(*training, "--iterations", str(ITERATIONS), "--log-file", str(self.log)),
-            *(
-                "--ftckpt",
-                "--ftckpt-interval",
-                "1",
-                "--ftckpt-overhead-budget",
-                "0",
-                "--ftckpt-events",
-                str(here / "events"),
-            ),
+            *("--ftckpt", "--ftckpt-interval", "1", "--ftckpt-overhead-budget", "0"),
+            *("--ftckpt-events", str(here / "events")),
         ]
         self.training = [*self.common, "--ftckpt-arena", str(arena)]
         launchers = ("TORCH", "PET_", "SLURM", "FTCKPT", "DS_")
@@ -279,7 +264,7 @@ class Launched:
         return [event["iteration"] for event in self.events(0, "restored") if event["iteration"]]
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """What ``condition`` returns, once it is true; fails when a script has ended before."""
+        """Wait for ``condition`` and return its value; fails when a script has ended before."""
         found: list[Any] = []
 
         def came() -> Any:
@@ -331,8 +316,7 @@ class Launched:
 
     def pids(self, node: str = "") -> list[int]:
         """Processes of this job that run, SMPs among them; of one node if it is named."""
-        wanted = {f"{OWNER_VAR}={self.here}"} | ({f"FTCKPT_NODE={node}"} if node else set())
-        return [pid for pid in running() if wanted <= environment(pid)]
+        return started_with(f"{OWNER_VAR}={self.here}", *([f"FTCKPT_NODE={node}"] if node else []))
 
     def kill(self, node: str = "") -> list[int]:
         """SIGKILL what runs, of one node if it is named, until nothing does; returns the process ids."""
@@ -358,7 +342,7 @@ class Nodes(Launched):
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def node_dir(self, node: str) -> Path:
-        """Where the arenas of a node lie; no two nodes have a directory in common."""
+        """The directory of a node's arenas; no two nodes share one."""
         return self.arena / node / f"ftckpt-{self.job}" / node
 
     def start_node(self, node: str, address: str, *options: str, prefix: Sequence[str] = (), **env: str) -> None:
@@ -373,7 +357,7 @@ class Nodes(Launched):
         self._agents[node] = self.start(command, FTCKPT_NODE=node, **env)
 
     def meet_at(self, host: str) -> None:
-        """Where nodes meet, if not on loopback."""
+        """Set the address of the rendezvous, if not on loopback."""
         self._endpoint = f"{host}:{free_ports(1)}"
 
     def smp(self, node: str) -> int | None:
@@ -397,7 +381,7 @@ class Nodes(Launched):
         return shards
 
     def rebuilt(self) -> dict[str, set[str]]:
-        """What was rebuilt: shard → by what."""
+        """The sources of each shard that was reconstructed."""
         found: dict[str, set[str]] = {}
         for rank in range(self.count * self.nproc):
             for event in self.events(rank, "rebuilt"):

@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.processes import mounts_of, running
+from tests.support.processes import kill_all, mounts_of, running
 from tests.support.repository import ROOT
 from tests.support.waiting import until
 
@@ -45,26 +45,16 @@ def may_run() -> str:
     """Why no pods can run here; empty if they can."""
     if missing := [name for name in _TOOLS if shutil.which(name) is None]:
         return f"no {', '.join(missing)}: apt-get install util-linux iproute2"
-    tried = [
-        "unshare",
-        "-m",
-        "-n",
-        "-p",
-        "-i",
-        "-u",
-        "-f",
-        "sh",
-        "-c",
-        "mount -t tmpfs t /mnt && ip link add a0 type veth peer name a1",
-    ]
-    if os.geteuid() or subprocess.run(tried, capture_output=True, check=False).returncode:
+    tried = "mount -t tmpfs t /mnt && ip link add a0 type veth peer name a1"
+    spaces = ["unshare", "-m", "-n", "-p", "-i", "-u", "-f", "sh", "-c", tried]
+    if os.geteuid() or subprocess.run(spaces, capture_output=True, check=False).returncode:
         return "pods of one's own need root, mounts and networks"
     return ""
 
 
 @dataclass(frozen=True)
 class Provided:
-    """What the manifest does not say: ``image`` is what lies where in every container, ``env`` the image's."""
+    """The parts that a manifest leaves open: ``image`` maps paths in every container, ``env`` is the image's."""
 
     image: Mapping[str, Path]
     env: Mapping[str, str]
@@ -88,9 +78,8 @@ class Cluster:
             pytest.skip(reason)
         self.hosts.write_text("127.0.0.1 localhost\n")
         self._switch = subprocess.Popen(["unshare", "-n", "sleep", "infinity"])
-        until(
-            lambda: os.readlink(f"/proc/{self._switch.pid}/ns/net") != os.readlink("/proc/self/ns/net"), "a network"
-        )
+        network = f"/proc/{self._switch.pid}/ns/net"
+        until(lambda: os.readlink(network) != os.readlink("/proc/self/ns/net"), "a network")
         self.call("-t", self._switch.pid, "-n", "sh", "-c", "ip link add br0 type bridge && ip link set br0 up")
         return self
 
@@ -128,21 +117,19 @@ class Cluster:
         self.call("-t", pod, "-n", "sh", "-c", address)
 
     def logs(self, last: int = 3000) -> str:
-        """What containers have written."""
+        """The output of all containers."""
         files = sorted(self.root.glob("pod*/*.log"))
         return "".join(f"\n--- {path.parent.name} {path.stem}\n{path.read_text()[-last:]}" for path in files)
 
 
 @dataclass
 class Container:
-    """One of a pod, and its process, which may be one after another."""
+    """A container of a pod, and its process, which may be one after another."""
 
     pod: Pod
     spec: Json
     starts: int = 0
     process: subprocess.Popen[bytes] | None = None
-    failures: int = 0
-    probed: float = field(default_factory=time.monotonic)
     mounts: str = ""
 
     @property
@@ -155,7 +142,6 @@ class Container:
 
     def start(self) -> None:
         self.starts += 1
-        self.failures, self.probed = 0, time.monotonic()
         script = self.pod.directory / f"{self.name}.sh"
         script.write_text(self._script())
         own_pids = [] if self.pod.spec.get("shareProcessNamespace") else ["-p", "-f"]
@@ -165,13 +151,14 @@ class Container:
                 [*command, "sh", str(script)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env={}
             )
         pods, self.mounts = mounts_of(self.pod.pause), ""
-        until(lambda: self.process.poll() is not None or self._hasmounts_of(pods), f"{self.name} has mounts")
 
-    def _hasmounts_of(self, pods: str) -> bool:
-        """Whether it has got them, which are not those of the pod; afterwards they name it."""
-        found = mounts_of(self.pid) if self.pid else ""
-        self.mounts = found if found not in (pods, mounts_of(os.getpid())) else ""
-        return bool(self.mounts)
+        def has_mounts() -> bool:
+            """Mounts that are not those of the pod; afterwards they name the container."""
+            found = mounts_of(self.pid) if self.pid else ""
+            self.mounts = found if found not in (pods, mounts_of(os.getpid())) else ""
+            return bool(self.mounts)
+
+        until(lambda: self.process.poll() is not None or has_mounts(), f"{self.name} has mounts")
 
     def _script(self) -> str:
         cluster, root = self.pod.cluster, self.pod.directory / f"{self.name}.root"
@@ -182,13 +169,8 @@ class Container:
             lines += [f"cp -P /{name} ."] if Path(f"/{name}").is_symlink() else _bound(f"/{name}", f"/{name}")
         lines += _bound("/usr", "/usr") + _bound("/etc", "/etc") + _bound("/dev", "/dev") + _bound("/sys", "/sys")
         lines += [line for where, what in cluster.provided.image.items() for line in _bound(str(what), where)]
-        lines += [
-            "mkdir proc",
-            "mount -t proc proc ./proc",
-            "mkdir -m 1777 -p tmp",
-            "mount -t tmpfs -o size=64m shm ./dev/shm",
-        ]
-        lines += [f"mount --bind {cluster.hosts} ./etc/hosts"]
+        lines += ["mkdir proc", "mount -t proc proc ./proc", "mkdir -m 1777 -p tmp"]
+        lines += ["mount -t tmpfs -o size=64m shm ./dev/shm", f"mount --bind {cluster.hosts} ./etc/hosts"]
         for mount in self.spec.get("volumeMounts", []):
             what = self.pod.volumes[mount["name"]] / mount.get("subPath", ".")
             what.mkdir(exist_ok=True)
@@ -200,17 +182,17 @@ class Container:
         return "\n".join([*lines, f"exec chroot . {settings} sh -c {shlex.quote(inner)}", ""])
 
     def env(self) -> dict[str, str]:
-        """That of the image, and what the manifest says."""
-        told = {"HOME": "/root", "HOSTNAME": self.pod.hostname, **self.pod.cluster.provided.env}
+        """The environment: the image's and the manifest's."""
+        env = {"HOME": "/root", "HOSTNAME": self.pod.hostname, **self.pod.cluster.provided.env}
+        of_the_api = {"status.podIP": self.pod.ip, "metadata.name": f"{self.pod.hostname}-x"}
         for one in self.spec.get("env", []):
-            told[one["name"]] = (
-                expanded(one["value"], told) if "value" in one else self.pod.of_the_api(one["valueFrom"])
-            )
-        return told | self.pod.env
+            source = one.get("valueFrom")
+            env[one["name"]] = of_the_api[source["fieldRef"]["fieldPath"]] if source else expanded(one["value"], env)
+        return env | self.pod.env
 
     @property
     def pid(self) -> int:
-        """Its first process; 0 where none runs."""
+        """The first process; 0 where none runs."""
         if self.process is None or self.process.poll() is not None:
             return 0
         depth = 1 if self.pod.spec.get("shareProcessNamespace") else 2
@@ -227,22 +209,16 @@ class Container:
     def probe(self, what: str) -> bool:
         """Run a probe's command in the container."""
         probe = self.spec[what]
-        self.probed = time.monotonic()
         settings = [f"{name}={value}" for name, value in self.env().items()]
         command = ["nsenter", "-t", str(self.pid), "-m", "-u", "-n", "-i", "-p", "-r", "-w", "env", "-i", *settings]
-        try:
-            run = subprocess.run(
-                [*command, *probe["exec"]["command"]],
-                capture_output=True,
-                timeout=probe.get("timeoutSeconds", 1),
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False
-        return run.returncode == 0
+        command += probe["exec"]["command"]
+        with suppress(subprocess.TimeoutExpired):
+            secs = probe.get("timeoutSeconds", 1)
+            return subprocess.run(command, capture_output=True, timeout=secs, check=False).returncode == 0
+        return False
 
     def ended(self) -> int | None:
-        """Its exit code, once what it has left is gone, too."""
+        """The exit code, once all its processes have ended."""
         if self.process is None or self.process.poll() is None:
             return None
         self.kill()
@@ -250,7 +226,7 @@ class Container:
 
     def kill(self) -> None:
         """SIGKILL, for all of it."""
-        until(lambda: not [os.kill(pid, signal.SIGKILL) for pid in self.pids() if _is_there(pid)], "it dies", 20)
+        kill_all(self.pids, 20)
         self.mounts = ""  # another container's may get this name
         if self.process is not None:
             self.process.wait(20)
@@ -270,7 +246,7 @@ class Container:
 
 
 class Pod:
-    """Its processes and its volumes, until ``delete`` or ``kill``."""
+    """The processes and the volumes of a pod, until ``delete`` or ``kill``."""
 
     def __init__(self, cluster: Cluster, number: int, spec: Json, hostname: str, env: dict[str, str]) -> None:
         self.cluster, self.spec, self.hostname, self.env = cluster, spec, hostname, env
@@ -327,9 +303,6 @@ class Pod:
         """A volume as the pod sees it, from here."""
         return Path(f"/proc/{self.pause}/root{self.volumes[volume]}")
 
-    def of_the_api(self, source: Json) -> str:
-        return {"status.podIP": self.ip, "metadata.name": f"{self.hostname}-x"}[source["fieldRef"]["fieldPath"]]
-
     def _keep(self) -> None:
         try:
             for container in self.first:
@@ -356,31 +329,20 @@ class Pod:
     def _look(self) -> None:
         for container in (*self.first, *self.main):
             code = container.ended()
-            if code is not None and (container.is_sidecar or (code and container in self.main)):
-                if not self._leaving.wait(_BACK_OFF_SECS):
-                    container.start()
-            elif code is None:
-                self._look_at(container)
+            restarts = container.is_sidecar or (code and container in self.main)
+            if code is not None and restarts and not self._leaving.wait(_BACK_OFF_SECS):
+                container.start()
         if all(container.ended() == 0 for container in self.main):
             self._leaving.set()
             self._end_sidecars(time.monotonic() + self.grace_secs)
             self.has_succeeded = True
-
-    def _look_at(self, container: Container) -> None:
-        probe = container.spec.get("livenessProbe")
-        if not probe or not container.pid or time.monotonic() - container.probed < probe["periodSeconds"]:
-            return
-        container.failures = 0 if container.probe("livenessProbe") else container.failures + 1
-        if container.failures >= probe["failureThreshold"]:
-            self._killed.append(container.name)
-            container.stop(time.monotonic() + self.grace_secs)
 
     @property
     def grace_secs(self) -> int:
         return int(self.spec.get("terminationGracePeriodSeconds", 30))
 
     def delete(self) -> list[str]:
-        """As a kubelet does it: names of the containers that had to be killed when the time was up."""
+        """End the pod as a kubelet does; names of the containers that had to be killed at the deadline."""
         self._leaving.set()
         self._kubelet.join(60)
         deadline = time.monotonic() + self.grace_secs
@@ -413,14 +375,10 @@ def expanded(text: str, env: Mapping[str, str]) -> str:
 
 
 def python_image() -> dict[str, Path]:
-    """What an image would have of this Python, at its places, and the launch scripts where manifests have them."""
+    """The image of this Python, at its places, and of the launch scripts where manifests have them."""
     prefixes = {Path(sys.prefix), Path(sys.base_prefix), ROOT}
     tops = {path for path in prefixes if not path.is_relative_to("/usr")}
     return {**{str(path): path for path in tops}, "/opt/ftckpt": ROOT}
-
-
-def _is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def _bound(what: str, where: str) -> list[str]:

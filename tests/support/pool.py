@@ -14,13 +14,13 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 from tests.support import pool_child
 
@@ -44,7 +44,7 @@ _server_started = False
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended. `exitcode` is negative when a signal ended it; `error` is a traceback."""
+    """The end of one rank. `exitcode` is negative when a signal ended it; `error` is a traceback."""
 
     rank: int
     exitcode: int | None
@@ -64,20 +64,6 @@ class RankFailure(AssertionError):
         self.results = list(results)
 
 
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _start_server() -> None:
     global _server_started
     if _server_started:
@@ -85,7 +71,7 @@ def _start_server() -> None:
     root = str(Path(__file__).resolve().parents[2])
     search_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD])
-    with _environment({**_SERVER_ENV, "PYTHONPATH": search_path}):
+    with patch.dict(os.environ, {**_SERVER_ENV, "PYTHONPATH": search_path}):
         forkserver.ensure_running()
     _server_started = True
 
@@ -103,10 +89,6 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
-
-    @property
-    def world_size(self) -> int:
-        return len(self._processes)
 
     def alive(self) -> list[int]:
         return [rank for rank, process in enumerate(self._processes) if process.is_alive()]
@@ -139,8 +121,13 @@ class RankGroup:
             self._collect(min(left, _POLL_SECS * 4))
 
     def results(self) -> list[RankResult]:
-        """What is known now; `exitcode` None is a rank that still runs."""
-        return [self._result(rank) for rank in range(self.world_size)]
+        """Results so far; `exitcode` None is a rank that still runs."""
+        found = []
+        for rank, process in enumerate(self._processes):
+            kind, content = self._messages.get(rank, ("", None))
+            value, error = (content if kind == name else None for name in ("value", "error"))
+            found.append(RankResult(rank, process.exitcode, value, error))
+        return found
 
     def close(self) -> None:
         """Kills the ranks that still run and removes the temporary folder."""
@@ -158,16 +145,8 @@ class RankGroup:
     def __enter__(self) -> RankGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _result(self, rank: int) -> RankResult:
-        kind, content = self._messages.get(rank, ("", None))
-        value = content if kind == "value" else None
-        error = content if kind == "error" else None
-        return RankResult(rank, self._processes[rank].exitcode, value, error)
 
     def _collect(self, timeout_secs: float) -> None:
         """Reads what ranks have sent, one message each, so that none of them blocks on a full pipe."""
@@ -186,35 +165,16 @@ class RankGroup:
                 del self._open[rank]
 
 
-def spawn_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    env: dict[str, str] | None = None,
-    init_process_group: bool = True,
-    stand_in: bool = True,
-    on_device: bool = False,
-    backend: str = "gloo",
-    pg_timeout_secs: float = 60.0,
-) -> RankGroup:
+def spawn_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> RankGroup:
     """Starts `fn(rank, world_size, *args)` on `world_size` ranks; `fn` is a function of a module.
 
-    Each rank has one torch thread, RANK, WORLD_SIZE, LOCAL_RANK and `env` in its environment, the CPU
-    stand-in for CUDA (unless `stand_in` is False), or with `on_device` a part in the first real one, and a
-    default process group of `backend`.
+    Each rank has one torch thread, and RANK, WORLD_SIZE and LOCAL_RANK in its environment; `options` are fields of
+    `pool_child.Settings`.
     """
     _start_server()
     context = multiprocessing.get_context("forkserver")
     folder = Path(tempfile.mkdtemp(prefix="ftckpt-ranks-"))
-    settings = pool_child.Settings(
-        world_size=world_size,
-        store_path=str(folder / "store") if init_process_group else None,
-        env=dict(env or {}),
-        stand_in=stand_in and not on_device,
-        on_device=on_device,
-        backend=backend,
-        pg_timeout_secs=pg_timeout_secs,
-    )
+    settings = pool_child.Settings(world_size, str(folder / "store"), **options)
     processes, pipes = [], []
     try:
         for rank in range(world_size):

@@ -1,4 +1,4 @@
-"""What a process of the pool does, from its fork to its exit."""
+"""A process of the pool, from its fork to its exit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ _LEAVE_TIMEOUT_SECS = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks of one run have in common."""
+    """Options of all ranks of one run.
+
+    A rank has `env` in its environment; the CPU stand-in for CUDA unless `stand_in` is False, or with `on_device` a
+    part in the first real device; and, unless `init_process_group` is False, a default process group of `backend`.
+    """
 
     world_size: int
-    store_path: str | None
+    store_path: str
     env: dict[str, str] = field(default_factory=dict)
     stand_in: bool = True
     on_device: bool = False
+    init_process_group: bool = True
     backend: str = "gloo"
     pg_timeout_secs: float = 60.0
 
@@ -58,7 +63,7 @@ def run(fn: Callable[..., Any], rank: int, args: tuple[Any, ...], settings: Sett
     except Exception:  # noqa: BLE001 - such as a value that cannot be pickled
         pipe.send(("error", traceback.format_exc()))
         code = 1
-    if code == 0 and settings.store_path is not None:
+    if code == 0 and settings.init_process_group:
         _leave_together()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):
@@ -98,7 +103,7 @@ def _prepare(rank: int, settings: Settings) -> None:
     smps.spare_smps()
     torch.set_num_threads(1)
     constants.from_environment()
-    if settings.stand_in:
+    if settings.stand_in and not settings.on_device:
         from tests.support import standin
 
         standin.install()
@@ -106,7 +111,7 @@ def _prepare(rank: int, settings: Settings) -> None:
         from tests.support import real_device
 
         real_device.share_device(settings.world_size)
-    if settings.store_path is not None:
+    if settings.init_process_group:
         _init_process_group(rank, settings)
 
 
@@ -116,7 +121,6 @@ def _init_process_group(rank: int, settings: Settings) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    assert settings.store_path is not None
     timeout = timedelta(seconds=settings.pg_timeout_secs)
     store = FileStore(settings.store_path, settings.world_size)
     dist.init_process_group(settings.backend, store=store, rank=rank, world_size=settings.world_size, timeout=timeout)

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.support.repository import ROOT
@@ -47,13 +46,12 @@ class Processes:
 
     @property
     def agents(self) -> list[subprocess.Popen[bytes]]:
-        """Those of nodes that were not lost."""
+        """Agents of nodes that were not lost."""
         return list(self._agents.values())
 
     def left(self, node: str = "") -> list[int]:
         """Process ids of agents, workers and SMPs that still run, of one node if it is named."""
-        wanted = {f"{_TOKEN_VAR}={self._token}"} | ({f"{NODE_VAR}={node}"} if node else set())
-        return [pid for pid in running() if wanted <= environment(pid)]
+        return started_with(f"{_TOKEN_VAR}={self._token}", *([f"{NODE_VAR}={node}"] if node else []))
 
     def lose(self, node: str) -> list[int]:
         """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
@@ -93,9 +91,7 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -114,6 +110,11 @@ def running() -> Iterator[int]:
             yield int(entry.name)
 
 
+def started_with(*variables: str) -> list[int]:
+    """Processes that run and have all of these in their environment, each with its value."""
+    return [pid for pid in running() if {*variables} <= environment(pid)]
+
+
 def environment(pid: int) -> set[str]:
     """The variables with which a process was started, each with its value; none once it has ended."""
     return {*_read(pid, "environ").split("\0")}
@@ -125,7 +126,7 @@ def command_line(pid: int) -> str:
 
 
 def mounts_of(pid: int) -> str:
-    """What names the mounts of a process; empty once it has ended."""
+    """The identity of a process's mounts; empty once it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt")
     except OSError:
@@ -173,7 +174,7 @@ def in_child(action: Callable[[], bool]) -> bool:
 
 
 def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
-    """One that has run ``code`` to its end, with more variables in its environment."""
+    """Run ``code`` to its end in a fresh interpreter, with more variables in its environment."""
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env={**os.environ, **env},
         capture_output=True, text=True, timeout=secs, check=False,
@@ -181,7 +182,7 @@ def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) ->
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """One that runs ``code`` and has said its first line, which is ``up``."""
+    """A fresh interpreter that runs ``code`` and has printed its first line, which is ``up``."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
     assert process.stdout is not None and process.stdout.readline() == "up\n"

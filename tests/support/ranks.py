@@ -162,6 +162,10 @@ class Rank:
     read: int = 0
     """Verdicts that it has read."""
     missed: bool = False
+    iteration: int = -1
+    """Of the last snapshot that was due, or of the restored one."""
+    passed: int = -1
+    """The iteration of the last boundary."""
     decision: TakeSnapshot | SkipSnapshot | None = None
     fate: Fate = CALM
 
@@ -173,6 +177,7 @@ class Rank:
             self.state = SessionState(config, protects)
         self.group = RankGroup(rounds, self.index)
         self.agreement = Agreement(self.group)  # type: ignore[arg-type]
+        self.has_stepped = False
         self.flight, self.read, self.waits = None, 0, ""
         self.sampled, self.doubts = (0, 0), []
 
@@ -202,17 +207,19 @@ class Rank:
         if state.off:
             return
         if fate.steps:
-            state.has_stepped = True
+            self.has_stepped = True
         if fate.copies == "failed" and self._drop():
             self._execute(state.fail("copy failed"))
         self._vote(job, fate)
         yield
-        self._execute(state.passes(iteration))
+        last, self.passed = self.passed, iteration
+        self._execute(state.check_order(last, iteration))
         if state.off:
             return
         due = state.boundary(iteration)
         job.heard(self.index, iteration, due)
         if due:
+            self.iteration = iteration
             yield from self._snapshot(job, fate)
             return
         self._seal()  # a copy that was late
@@ -284,7 +291,7 @@ class Rank:
     def _prove(self, job: Job) -> Generator[None]:
         state = self.state
         number = state.interval.number
-        job.proofs.setdefault(number, {})[self.index] = (self._late, state.has_stepped)
+        job.proofs.setdefault(number, {})[self.index] = (self._late, self.has_stepped)
         self.waits = PROOF
         yield
         self.waits = ""
@@ -299,7 +306,7 @@ class Rank:
 
     def _take(self, job: Job, fate: Fate) -> None:
         writable = self._writable()
-        self.decision = self.state.take(bool(writable))
+        self.decision = self.state.take(self.iteration, bool(writable))
         sampled = self.state.interval.number, int(job.drifts and self.index == 0)
         if not isinstance(self.decision, TakeSnapshot):
             if self.decision is not None and not self.state.objection:
@@ -388,7 +395,7 @@ class Rank:
                     self._drop()
 
     def lay_out_anew(self) -> None:
-        whole = self.state.whole
+        whole = self.state.committed
         self.old = {whole} if whole is not None else set()
         self.slots, self.covered = dict.fromkeys(range(self.num_slots)), set()
         self.marks = UpdateTargets(None, None)
@@ -415,7 +422,7 @@ class Job:
 
     def start(self) -> None:
         """A new attempt restores the newest snapshot that all ranks have; no older one than any rank knew whole."""
-        known = self.knows.state.whole if self.lives else None
+        known = self.knows.state.committed if self.lives else None
         self.wrong = False
         common = set.intersection(*(rank.sealed for rank in self.ranks))
         restored = max(common, default=None)
@@ -440,10 +447,11 @@ class Job:
         protected = marks.pop() if len(marks) == 1 else None
         for rank in self.ranks:
             rank.state.begin(bytes([self.lives]) * 16, restored, self.now_secs)
-            rank.state.replicas.lay_out(POSITIONS if self.config.replica_check_interval else 0, rank.state.iteration)
+            rank.iteration = rank.passed = restored.iteration if restored is not None else -1
+            rank.state.replicas.lay_out(POSITIONS if self.config.replica_check_interval else 0, rank.iteration)
             if self.protects:
                 target = restored if restored in in_slots else None
-                rank.state.take_over(protected if protected in in_slots else None, target)
+                rank.state.adopt(protected if protected in in_slots else None, target)
                 rank.marks = rank.state.marks
 
     @property
@@ -469,7 +477,8 @@ class Job:
             stop_after -= 1
             index = self._next(sorted(steps), choose)
             try:
-                next(steps[index])
+                with patch.object(session, "ERROR_LIMIT", self.error_limit):
+                    next(steps[index])
             except StopIteration:
                 del steps[index]
             self.check()
@@ -510,14 +519,14 @@ class Job:
         new_arenas = self.changed_replicas and not any(late for late, _ in ranks) and not broken
         self.wrong = self.changed_replicas and not new_arenas
         if new_arenas:
-            assert len({rank.state.whole for rank in self.ranks}) == 1, "ranks keep different snapshots"
+            assert len({rank.state.committed for rank in self.ranks}) == 1, "ranks keep different snapshots"
         for rank in self.ranks:
             if rank.fate.breaks == "proof":
                 continue  # it comes here itself, and is lost
             if not new_arenas or rank.fate.breaks != "layout":  # that one breaks, with its arena made
                 rank.state.proved(any(stepped for _, stepped in ranks), self.changed_replicas, new_arenas)
             if new_arenas:
-                rank.state.replicas.lay_out(POSITIONS, rank.state.iteration)
+                rank.state.replicas.lay_out(POSITIONS, rank.iteration)
                 rank.lay_out_anew()
                 self.layout_broke |= rank.fate.breaks == "layout"
         return True
@@ -532,7 +541,7 @@ class Job:
         """What holds at any instant."""
         knows = self.knows.state
         # In a new layout, before all ranks know it, only the whole one lies in what old arenas are left.
-        kept = (knows.whole, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))
+        kept = (knows.committed, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))
         for rank in self.ranks:
             lost = [s for s in kept if s and s not in rank.sealed]
             assert not lost, f"rank {rank.index} has lost {[s.iteration for s in lost]}"

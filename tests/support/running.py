@@ -9,11 +9,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.support.pool import RankGroup, spawn_ranks
-from tests.support.processes import environment, running
+from tests.support.processes import started_with
 from tests.support.waiting import until
 
 _OWNER_VAR = "FTCKPT_TEST_OWNER"
@@ -47,7 +46,7 @@ def wait_for(name):
     while not (here / name).exists():
         time.sleep(0.01)
 """
-"""What a script of a test begins with."""
+"""The beginning of each script of a test."""
 
 
 def _run(_rank: int, _size: int, here: Path, words: Sequence[str], launcher: str, quiet_secs: float) -> None:
@@ -108,7 +107,7 @@ class Running:
         (self.here / name).touch()
 
     def report(self, attempt: int, rank: int) -> dict[str, Any]:
-        """What the script of a worker has seen of itself."""
+        """Facts that the script of a worker has reported of itself."""
         path = self.reports / f"{attempt}-{rank}.json"
         until(path.exists, self.output, SECS)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -119,15 +118,12 @@ class Running:
 
     def pids(self) -> list[int]:
         """All processes of the job but its agent."""
-        wanted = f"{_OWNER_VAR}={self.here}"
-        return [pid for pid in running() if wanted in environment(pid) and pid != self.agent]
+        return [pid for pid in started_with(f"{_OWNER_VAR}={self.here}") if pid != self.agent]
 
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.group.close()
         for pid in self.pids():
             os.kill(pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError, MismatchError
+from ftckpt.memory import slots
 from ftckpt.memory.arena import Arena, clear_arena
 from ftckpt.memory.checks import CHECKS_NAME, Checks
 from ftckpt.memory.control_block import SealId, SlotState
@@ -425,3 +427,33 @@ def test_a_bad_checks_file_is_as_good_as_none(arena: Arena, damage: str) -> None
     again = checks_of(arena)  # an SMP starts and makes a new one
     again.store_checked(0, named(arena, 0), taken(arena, 0), 0.25)
     assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)
+
+
+def test_a_slot_freed_or_allocated_while_a_reader_opens(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(arena, 1, 4)
+    opened = slots.open_mapping
+
+    def allocated_after(path: Path, *args: Any, **options: Any) -> Any:
+        try:
+            return opened(path, *args, **options)
+        finally:
+            if args[0] and path.name == "slot0.safetensors" and not arena.allocated(0):
+                arena.allocate(0)
+                write(arena, 0, 5)
+
+    def freed_before(path: Path, *args: Any, **options: Any) -> Any:
+        if args[0] and path.name == "slot0.safetensors" and arena.allocated(0):
+            arena.free(0)
+        return opened(path, *args, **options)
+
+    arena.free(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "open_mapping", allocated_after)
+        reader = Arena.open(arena.path)
+    assert not reader.verify(0)
+    reader.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "open_mapping", freed_before)
+        reader = Arena.open(arena.path)
+    assert not reader.allocated(0)
+    reader.close()

@@ -51,23 +51,6 @@ def seal(arena: Arena, slot: int, snapshot: SnapshotId) -> None:
     arena.control.seal(slot, snapshot)
 
 
-def test_an_arena_finds_its_snapshots_newest_first(tmp_path: Path) -> None:
-    with closing(arena_of(tmp_path, FRAGMENT, slots=4)) as arena:
-        assert arena.snapshots() == {}
-        first, second, third = SnapshotId(OLD, 7), SnapshotId(NEW, 7), SnapshotId(NEW, 8)
-        for slot, snapshot in enumerate([first, third, second]):
-            seal(arena, slot, snapshot)
-        assert list(arena.snapshots().items()) == [(third, 1), (first, 0), (second, 2)]
-        assert [arena.find(snapshot) for snapshot in (first, third, None)] == [0, 1, None]
-        assert arena.find(SnapshotId(OLD, 8)) is None
-        seal(arena, 3, third)  # of two slots with one snapshot the later counts
-        assert arena.find(third) == 3
-        arena.control.begin(3)
-        assert arena.find(third) == 1
-        arena.free(1)
-        assert arena.find(third) is None
-
-
 def test_who_stands_still_for_copies_does_not_wait_for_an_idle_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +133,7 @@ def test_a_seal_in_the_instant_of_the_fence_goes_by_what_the_fence_has_found(tmp
             key = written(before)
             if threading.current_thread() is sealing:
                 looked.set()
-                until(lambda: capture._fenced)
+                until(lambda: capture._taken.is_fenced)
             else:
                 sealing.start()
                 assert looked.wait(10.0)

@@ -10,13 +10,13 @@ import torch
 
 from ftckpt.capture import affinity
 from ftckpt.cli import check_device
-from ftckpt.cli.check_host import look_at_host
+from ftckpt.cli.check_host import host_checks
 from ftckpt.cli.findings import PASSED, SKIPPED, WARNED, CheckResult
 from tests.support.errors import lacks
 
 
 def cores(tmp_path: Path, *ranks: set[int]) -> CheckResult:
-    return next(one for one in look_at_host(tmp_path / "none", 0, ranks) if one.name == "cores")
+    return next(one for one in host_checks(tmp_path / "none", 0, ranks) if one.name == "cores")
 
 
 def test_ranks_that_are_bound_have_the_cores_of_all(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ftckpt.capture.capture import Capture
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
 from ftckpt.memory.launch_record import LauncherRun
-from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
+from ftckpt.model.lineage import NO_CHECKPOINT
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.restore.restart import Resumption
 from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session import checkpointer as checkpointer_module
 from ftckpt.session import start
@@ -28,35 +27,35 @@ from ftckpt.session.attempt import AttemptRecord, AttemptReport
 from ftckpt.session.checkpointer import Checkpointer
 from ftckpt.session.counters import RankNumbers
 from ftckpt.session.flush_scheduler import NO_FLUSH
-from ftckpt.session.gc_pause import imports_that_stay
 from ftckpt.session.protection import ArenaRemains, Protection, in_all_arenas
 from ftckpt.session.protection_scheduler import ProtectionStatus
-from ftckpt.session.rank_parts import RankContext
+from ftckpt.session.rank_context import RankContext
 from ftckpt.session.session import SessionState
 from ftckpt.session.snapshot_driver import SnapshotDriver
-from ftckpt.session.vote import AgreementError
+from ftckpt.session.start import LoadResult
 from tests.support.errors import raises
 
 LINEAGE = b"l" * 16
 
 
+def nothing(*_: object, **__: object) -> None: ...
+
+
 def rank_of(**parts: Any) -> Any:
     """A rank with these parts, and as little as can be of the others."""
-    config, nothing = parts.get("config", Config()), lambda *_, **__: None
+    config = parts.get("config", Config())
     others = {
-        "topology": SimpleNamespace(rank=1, members=()),
-        "group": SimpleNamespace(broken=False, outlast_stalls=nothing),
-        "training_state": None, "links": None, "storage": None, "config": config, "state": SessionState(config),
+        "topology": SimpleNamespace(rank=1, members=()), "group": SimpleNamespace(outlast_stalls=nothing),
+        "training_state": None, "links": None, "config": config, "state": SessionState(config),
         "attempt": SimpleNamespace(trains=nothing, finish=nothing, ends=()), "numbers": RankNumbers(),
-        "arenas": SimpleNamespace(path=Path(), withdraw=nothing, release=nothing),
+        "arenas": SimpleNamespace(path=Path(), withdraw=nothing, release=nothing), "flushes_at_end": False,
     }  # fmt: skip
     rank = SimpleNamespace(**{**others, **parts})
     events = {"emit": nothing, "announce": nothing, "end_part": nothing, "close": nothing, "parts": ()}
     rank.events = SimpleNamespace(**{**events, **vars(parts.get("events", SimpleNamespace()))})
-    protection: dict[str, Any] = dict.fromkeys(("beat", "mark", "tell_counts", "tell_copying", "close"), nothing)
-    protection |= {"protects": True, "is_set_up": True, "redundancy": None, "survey": lambda *_: (None, None)}
-    protection |= {"observe": lambda target: ProtectionStatus(), "observe_flush": lambda flush: NO_FLUSH}
-    rank.protection = parts.get("protection") or SimpleNamespace()
+    protection: dict[str, Any] = dict.fromkeys(("beat", "mark", "publish_counts", "report_copying", "close"), nothing)
+    protection |= {"protects": True, "survey": lambda *_: (None, None), "observe_flush": lambda flush: NO_FLUSH}
+    rank.protection = parts.get("protection") or SimpleNamespace(observe=lambda target: ProtectionStatus())
     for name, value in protection.items():
         if not hasattr(rank.protection, name):
             setattr(rank.protection, name, value)
@@ -64,7 +63,7 @@ def rank_of(**parts: Any) -> Any:
 
 
 def shard_of(capture: Any = None) -> Any:
-    parts: dict[str, Any] = dict.fromkeys(("lay_out", "supply", "let_go"), lambda *_: None)
+    parts: dict[str, Any] = dict.fromkeys(("lay_out", "supply", "release"), nothing)
     return SimpleNamespace(
         capture=capture, positions=0, num_differing=0, shortage="", sampled=lambda number: (None, None), **parts
     )
@@ -90,14 +89,11 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpointer]:
 def restored(attach: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Checkpointer]:
     """Makes one that has restored iteration 2."""
 
-    def make(pacer: Any = None, capture: Any = None, **parts: Any) -> Checkpointer:
+    def make(scheduler: Any = None, capture: Any = None, **parts: Any) -> Checkpointer:
         made, shard = attach(**parts), shard_of(capture)
-        now = SimpleNamespace(
-            snapshot=SnapshotId(LINEAGE, 2), lineage=LINEAGE, in_memory=False, rebuilt=False, cast=(), source="",
-            where="",
-        )  # fmt: skip
-        pacer = SimpleNamespace(**{"close": lambda: None, **vars(pacer or SimpleNamespace())})
-        for name, value in {"meet": (None, None, pacer, None), "load": now, "Shard": shard}.items():
+        now = LoadResult(LINEAGE, SnapshotId(LINEAGE, 2), "")
+        scheduler = SimpleNamespace(**{"close": nothing, **vars(scheduler or SimpleNamespace())})
+        for name, value in {"meet": (None, None, scheduler, None), "load": now, "Shard": shard}.items():
             monkeypatch.setattr(checkpointer_module, name, lambda *_, value=value, **__: value)
         assert made.restore() == 2
         return made
@@ -123,27 +119,6 @@ def test_a_rollback_to_nothing_is_refused(attach: Callable[..., Checkpointer]) -
         attach().restore(rollback=True)
 
 
-@pytest.mark.parametrize("script_collects", [True, False])
-def test_the_collector_rests_during_a_restore(
-    script_collects: bool, attach: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    def meet(rank: object) -> None:
-        seen.append(gc.isenabled())
-        raise ConfigError("no")
-
-    monkeypatch.setattr(checkpointer_module, "meet", meet)
-    checkpointer = attach()
-    (gc.enable if script_collects else gc.disable)()
-    try:
-        with raises(ConfigError):
-            checkpointer.restore()
-        assert (seen, gc.isenabled()) == ([False], script_collects)
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_start_that_storage_kept_from_its_snapshot_is_no_failure(
     lasting: bool, attach: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
@@ -160,51 +135,22 @@ def test_a_start_that_storage_kept_from_its_snapshot_is_no_failure(
     assert taken_back == [True] * (not lasting)
 
 
-@pytest.mark.parametrize("script_collects", [True, False])
-def test_the_collector_rests_while_frameworks_are_imported(script_collects: bool) -> None:
-    (gc.enable if script_collects else gc.disable)()
-    try:
-        with imports_that_stay():
-            made, rests = [object()], not gc.isenabled()
-        assert (rests, gc.isenabled()) == (True, script_collects)
-        assert not any(made is found for found in gc.get_objects()), "it is frozen"
-    finally:
-        gc.unfreeze()
-        gc.enable()
-
-
-class Lessened:
-    """Protection whose last mode goes when the arenas are arranged, as where no replica set spans nodes any more."""
-
-    def __init__(self) -> None:
-        self.on = self.protects = True
-        self.marks: list[UpdateTargets] = []
-
-    def survey(
-        self, restored: SnapshotId | None, rebuilt: bool = False
-    ) -> tuple[SnapshotId | None, SnapshotId | None]:
-        return SnapshotId(LINEAGE, 4), restored
-
-    def arrange(self, arena: object, coming_bytes: int, slots: int) -> None:
-        self.on = self.protects = False
-
-    def mark(self, marks: UpdateTargets) -> None:
-        self.marks.append(marks)
-
-
 @pytest.mark.parametrize("anew", [False, True], ids=["at start", "while training"])
 def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> None:
-    protection = Lessened()
-    arenas = SimpleNamespace(path=Path(), coming_bytes=0, slots=4)
-    state = SessionState(Config(), protects=True)
+    """Its last mode goes when the arenas are arranged, as where no replica set spans nodes any more."""
+    marks: list[UpdateTargets] = []
+    protection = SimpleNamespace(
+        protects=anew, mark=marks.append, survey=lambda restored, rebuilt: (SnapshotId(LINEAGE, 4), restored),
+        arrange=lambda *_: setattr(protection, "protects", False),
+    )  # fmt: skip
+    arenas, state = SimpleNamespace(path=Path(), coming_bytes=0, slots=4), SessionState(Config(), protects=True)
     snapshots = snapshots_of(SimpleNamespace(arena=object()), protection=protection, arenas=arenas, state=state)
     if anew:
-        state.take_over(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
-        snapshots._protect_anew()
+        state.adopt(SnapshotId(LINEAGE, 4), SnapshotId(LINEAGE, 5))
+        snapshots.protect_new_arena()
     else:
-        protection.on = protection.protects = False  # by the time that the arena is there
         snapshots.begin(LINEAGE, SnapshotId(LINEAGE, 5), True)
-    assert protection.marks == [UpdateTargets(None, None)], "nor does a mark of an earlier attempt stay in the arena"
+    assert marks == [UpdateTargets(None, None)], "nor does a mark of an earlier attempt stay in the arena"
     assert state.targets.protected is None and not state.targets.interval
 
 
@@ -215,90 +161,23 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     """A node that has come anew has no parity yet, whatever the marks of others say."""
     snapshot, state = SnapshotId(LINEAGE, 5), SessionState(Config(), protects=True)
     found: Any = SimpleNamespace(
-        choose=lambda *_: SimpleNamespace(snapshot=snapshot), void_newer=lambda _: LINEAGE, load=lambda one, *_: one,
-        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, lineage=UNKNOWN, source="", why="",
-        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None, record_lineage=lambda: None,
-        written_by=lambda _: "",
+        choose=lambda *_: SimpleNamespace(snapshot=snapshot), invalidate_newer=lambda _: LINEAGE,
+        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, resumption=Resumption(), source="",
+        capacities=lambda: None, cast=frozenset(), close=lambda: None, record_lineage=lambda: None, why="",
+        written_by=lambda _: "", load=lambda one, *_: one,
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
     remains = [ArenaRemains(mark, (snapshot,)) for mark in (snapshot, None)]
-    protection = SimpleNamespace(protects=True, smp=SimpleNamespace(), survey=partial(in_all_arenas, remains))
-    rank = rank_of(state=state, protection=protection, storage=SimpleNamespace(snapshots=""))
-    rank.training_state = SimpleNamespace()
-    loaded = start.load(rank, SimpleNamespace(), None, NO_CHECKPOINT, True)  # type: ignore[arg-type]
-    SnapshotDriver(rank, SimpleNamespace(capture=SimpleNamespace(arena=object()), positions=0), None, None).begin(  # type: ignore[arg-type]
+    smp = SimpleNamespace()
+    protection = SimpleNamespace(protects=True, smp=smp, survey=partial(in_all_arenas, remains))
+    rank = rank_of(state=state, protection=protection, training_state=SimpleNamespace())
+    shard = shard_of(SimpleNamespace(arena=object()))
+    shard.state = None
+    loaded = start.load(rank, shard, NO_CHECKPOINT)
+    SnapshotDriver(rank, shard, None, None).begin(  # type: ignore[arg-type]
         loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt
     )
     assert (state.targets.protected, state.targets.target) == (None if rebuilt else snapshot, snapshot)
-
-
-def test_a_rank_that_has_turned_off_gives_signs_of_life(restored: Callable[..., Checkpointer]) -> None:
-    """It trains, and ``ftckpt status`` shows where."""
-    beats: list[str] = []
-    protection = SimpleNamespace(beat=lambda _, kind: beats.append(kind))
-    state = SessionState(Config())
-    checkpointer = restored(protection=protection, state=state)
-    state.turn_off("why")
-    checkpointer.fence()
-    checkpointer.step(3)
-    assert beats == ["fence", "start"]
-
-
-@pytest.mark.parametrize("iteration", [2.0, "2", None])
-def test_an_iteration_that_is_no_number_is_refused_before_anything_knows_of_it(
-    iteration: Any, restored: Callable[..., Checkpointer]
-) -> None:
-    beats: list[int] = []
-    protection = SimpleNamespace(beat=lambda iteration, _: beats.append(iteration))
-    checkpointer = restored(SimpleNamespace(pause=lambda: None), protection=protection)
-    with raises(ConfigError, "step()", repr(iteration)):
-        checkpointer.step(iteration)
-    checkpointer.pause()
-    assert beats == [2]
-
-
-def test_turning_off_stops_copies_and_unpins_nothing() -> None:
-    """Training goes on: what may wait for its device comes when it has ended."""
-    done: list[str] = []
-    capture = SimpleNamespace(stop=lambda: done.append("stop"), close=lambda: done.append("close"))
-    events = SimpleNamespace(emit=lambda event, **_: done.append(event))
-    snapshots_of(capture, events=events).execute([Disable("why")])
-    assert done == ["turned_off", "stop"]
-
-
-def test_a_rank_whose_connections_break_in_the_fence_comes_to_nothing_collective_at_the_boundary(
-    restored: Callable[..., Checkpointer],
-) -> None:
-    """They may have passed where it would wait for them."""
-    entered: list[str] = []
-    links = SimpleNamespace(broken=False, give_up=lambda reason: entered.append("given up"))
-
-    def unreachable(*_: object) -> None:
-        links.broken = True
-        raise AgreementError("a rank has gone")
-
-    links.agreement = SimpleNamespace(post=unreachable, read=lambda _: entered.append("read"))
-    pacer = SimpleNamespace(
-        enter=lambda kind: None,
-        boundary=lambda *_: entered.append("pacer"),
-        intervals=SimpleNamespace(request=IntervalRequest()),
-    )
-    events = SimpleNamespace(emit=lambda event, **fields: entered.append(event))
-    config = Config()
-    checkpointer = restored(pacer, config=config, state=(state := SessionState(config)), links=links, events=events)
-    entered.clear()
-    state.boundary(3)
-    state.agree()
-    assert state.owes_vote
-    checkpointer.step(4)
-    assert state.off and entered == ["given up", "turned_off", "fence", "pacer"]
-
-
-def test_an_arena_of_which_no_slot_has_its_memory_yet_is_not_ready() -> None:
-    """The others would begin a snapshot that this rank cannot take."""
-    capture = Capture.__new__(Capture)
-    capture._flight, capture._held, capture._slots = None, {}, {}
-    assert not capture.is_ready(())
 
 
 def test_what_is_sealed_is_posted_while_the_rank_computes(
@@ -309,12 +188,12 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     rounds: list[Any] = []
     guard, state = ProtectionStatus(), SessionState(Config())
     links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda vote, *_: rounds.append(vote)))
-    pacer = SimpleNamespace(intervals=SimpleNamespace(request=IntervalRequest()), enter=lambda kind: None)
+    scheduler = SimpleNamespace(intervals=SimpleNamespace(request=IntervalRequest()), enter=nothing)
     protection = SimpleNamespace(observe=lambda target: guard)
     capture = SimpleNamespace(
         sealed=False, flying=True, newest=None, in_graph=False, is_ready=lambda keep: True, fence=lambda secs: None
     )  # fmt: skip
-    checkpointer = restored(pacer, capture, protection=protection, links=links, state=state)
+    checkpointer = restored(scheduler, capture, protection=protection, links=links, state=state)
     state.boundary(3)
     state.agree()
     checkpointer.phase("forward")
@@ -334,17 +213,6 @@ def test_what_is_sealed_is_posted_while_the_rank_computes(
     assert [vote.number for vote in rounds] == [1]
     checkpointer.fence()
     assert len(rounds) == 1, "once per snapshot"
-
-
-def test_what_is_evaluated_or_saved_is_no_time_of_training(restored: Callable[..., Checkpointer]) -> None:
-    paused: list[str] = []
-    protection, state = SimpleNamespace(beat=lambda _, kind: paused.append(kind)), SessionState(Config())
-    checkpointer = restored(SimpleNamespace(pause=lambda: paused.append("paced")), protection=protection, state=state)
-    checkpointer.pause()
-    assert paused == ["pause", "paced"]
-    state.turn_off("why")
-    checkpointer.pause()
-    assert paused == ["pause", "paced", "pause"]
 
 
 @pytest.mark.parametrize(
@@ -384,20 +252,16 @@ def test_where_replicas_have_drifted_apart_what_else_protects_stays() -> None:
         both.resolve(spans_nodes=False)
 
 
-@pytest.mark.parametrize(("done", "brought"), [(True, [True]), (False, [])])
+@pytest.mark.parametrize(("done", "flushes"), [(True, 1), (False, 0)])
 def test_what_training_goes_back_from_does_not_come_to_storage(
-    done: bool, brought: list[bool], restored: Callable[..., Checkpointer]
+    done: bool, flushes: int, restored: Callable[..., Checkpointer]
 ) -> None:
-    came: list[bool] = []
-
-    def bring_last(rank: object) -> str:
-        came.append(True)
-        return ""
-
-    storage = SimpleNamespace(wants_last=True, bring_last=bring_last)
-    links = SimpleNamespace(broken=False, meet=lambda _, action: action(), part=lambda _: None)
-    pacer = SimpleNamespace(enter=lambda kind: None, pause=lambda: None, wish=IntervalRequest())
-    checkpointer = restored(pacer, storage=storage, links=links, state=(state := SessionState(Config())))
+    flushed: list[object] = []
+    links = SimpleNamespace(meet=lambda _, flush: flushed.append(flush) or "", part=nothing)
+    group = SimpleNamespace(broken=False, outlast_stalls=nothing)
+    scheduler = SimpleNamespace(enter=nothing, pause=nothing)
+    state = SessionState(Config())
+    checkpointer = restored(scheduler, links=links, group=group, state=state, flushes_at_end=True)
     state.turn_off("why")
     checkpointer.close(done=done)
-    assert came == brought
+    assert len(flushed) == flushes

@@ -145,3 +145,20 @@ def test_a_target_begins_anywhere_and_goes_onto_what_is_there_if_told_to() -> No
     assert target.tolist() == [0] * 10 + [0xF0] * 10
     xor_onto(tensors, segments, target, at=100)
     assert target.tolist() == fresh + [0xF0] * 10
+
+
+@given(cases())
+def test_there_is_one_copy_per_chunk_and_none_leaves_its_chunk(case: Case) -> None:
+    image, parts, _ = case
+    copies = chunk_copies(image, parts)
+    assert [copy.chunk for copy in copies] == list(range(len(image.chunks)))
+    for copy in copies:
+        span = image.chunks[copy.chunk]
+        assert copy.nbytes <= span.nbytes
+        offsets = [segment.offset for segment in copy.segments]
+        assert offsets == sorted(offsets)
+        for segment in copy.segments:
+            assert span.begin <= segment.offset and segment.offset + segment.nbytes <= span.end
+            assert segment.numel > 0
+    total = sum(part.fragment.nbytes for part in parts)
+    assert sum(copy.nbytes for copy in copies) == total

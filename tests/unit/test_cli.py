@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,15 +66,6 @@ def test_inspect_a_job_by_its_name(
     assert not lacks(capsys.readouterr().err, "jib", str(arena_root))
 
 
-def test_inspect_all_jobs_beside_what_is_not_ours(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other = arena_with_snapshot(arena_root), arena_root / "others" / "cache" / "deep"
-    other.mkdir(parents=True)
-    assert main(["inspect", str(arena_root)]) == 0
-    assert {row[0] for row in rows(capsys.readouterr().out)[1:]} == {f"ftckpt-job/n0/{path.name}"}
-    shutil.rmtree(arena_root / "ftckpt-job")
-    assert main(["inspect", str(arena_root)]) == 2 and capsys.readouterr().err
-
-
 def test_inspect_shows_where_ranks_that_live_are(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = arena_with_snapshot(arena_root)
     node_dir = path.parent
@@ -133,17 +123,6 @@ def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pyt
     arena.close()
 
 
-def test_inspect_a_slot_copied_elsewhere(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(arena_root)
-    copy = arena_root / "copy.safetensors"
-    shutil.copy(path / "slot1.safetensors", copy)
-    assert main(["inspect", str(copy)]) == 0
-    assert not lacks(capsys.readouterr().out, "tp0", "1")
-    os.truncate(copy, copy.stat().st_size - 1)
-    assert main(["inspect", str(copy)]) == 1
-    assert "UNREADABLE" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("damage", "state", "note"),
     [
@@ -194,18 +173,6 @@ def test_an_odd_directory_hides_no_job_and_its_name_is_not_printed(
     assert not lacks(capsys.readouterr().out, "0", "1")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_the_only_job_is_the_only_one_of_this_user(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arena_with_snapshot(arena_root)
-    other = node_directory(arena_root, "other", "n0")
-    (other / "smp.lock").touch()
-    assert main(["status", "--arena", str(arena_root)]) == 2
-    assert not lacks(capsys.readouterr().err, str(arena_root))
-    os.chown(other.parent, 65534, -1)
-    assert main(["status", "--arena", str(arena_root)]) == 1
-    assert capsys.readouterr().out
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_what_other_users_have_is_named_and_left_out(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arena_with_snapshot(arena_root)
@@ -241,21 +208,6 @@ def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("ftckpt: ") and captured.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "half", "whole"),
-    [
-        (["inspect", "x", "--verif"], "--verif", "--verify"),
-        (["ls", "--aren=/dev/shm"], "--aren", "--arena"),
-        (["plan", "--params", "1b", "--gpus-per-node", "1", "--node-mem", "4"], "--node-mem", "--node-memory"),
-    ],
-)
-def test_half_the_name_of_an_option_is_none(
-    argv: list[str], half: str, whole: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    assert not lacks(capsys.readouterr().err, str(half), str(argv[0]), str(whole))
 
 
 def test_torch_is_not_loaded() -> None:

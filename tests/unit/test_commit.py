@@ -84,7 +84,7 @@ def manifest_of(lead: CheckpointTransaction, marks: dict[str, NodeCommitMarker])
     none = np.zeros(0, np.uint64)
     files = [(node, file) for node in NODES for file in marks[node].files]
     shards = {node: StoredShard(file.name, file.nbytes, file.checksum, "", 0, 0, none) for node, file in files}
-    return StoredSnapshot(lead._snapshot, "job", {}, shards).encode()
+    return StoredSnapshot(lead.snapshot, "job", {}, shards).encode()
 
 
 def files_of(manifest: bytes) -> Collection[str]:

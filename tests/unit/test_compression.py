@@ -172,3 +172,18 @@ def test_a_damaged_frame_makes_no_room_for_what_it_claims() -> None:
     claims = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little")
     with raises(CorruptError, str(1 << 50), "70"):
         decompress(claims + b"\x01\x00\x00", [ElementRun(70, 1)])
+
+
+def test_what_came_badly_over_a_network_is_read_again() -> None:
+    image = image_of([("BF16", 3000)], 0, 8192)
+    entry, data = compressed(image, content(image), 900)
+    bad = [b"", b"not a frame"]
+
+    def read(begin: int, nbytes: int) -> bytes:
+        good = data[begin : begin + nbytes]
+        return bad.pop() if begin >= len(image.header) and bad else good
+
+    assert ShardFile("here", "dp0", entry, read).chunk(0)
+    bad += [b"bad"] * 3
+    with raises(StorageError, "here"):
+        ShardFile("here", "dp0", entry, read).chunk(0)

@@ -6,8 +6,10 @@ import argparse
 import ast
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,68 +25,56 @@ from ftckpt.setting import kind_of
 from ftckpt.units import rate, seconds, size
 from tests.support.errors import lacks, raises
 
-NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
-SECS = st.floats(1, 1e9, allow_nan=False)
-PROTECT = ["auto", "none", "node", "replica", "copy", "peer", "node,peer", "node, replica,peer", "peer,copy"]
-LAYOUTS = ["", "tp2pp2", "tp2pp2dp2,tp1, dp4ep2etp1cp2vpp2", "site.layouts:of"]
 QUANTITIES = {size: ["1MiB", "1.5 GiB", "64MB"], rate: ["0", "2GB/s", "16Gbit/s"], seconds: ["90s", "40h"]}
+NAMES = st.just("") | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+OWN: dict[str, st.SearchStrategy[Any]] = {
+    "smp_cores": st.floats(0, 1),
+    "metrics_port": st.integers(0, 65535) | st.just("auto"),
+    "slots": st.integers(2, 64),
+    "job": NAMES,
+    "node": NAMES,
+    "rack": NAMES,
+    "persist": st.sampled_from(["", "/checkpoints/a", "s3://bucket/a"]),
+    "arena": TEXTS.map("/{}".format),
+    "protect": st.sampled_from(["auto", "none", "node", "copy", "node,peer", "node, replica,peer"]),
+    "layouts": st.sampled_from(["", "tp2pp2", "tp2pp2dp2,tp1, dp4ep2etp1cp2vpp2", "site.layouts:of"]),
+}
+
+
+def values_of(setting: Field[Any]) -> st.SearchStrategy[Any]:
+    """All that a user may give."""
+    meta, auto = setting.metadata, ["auto"] * bool(setting.metadata["auto"])
+    if setting.name in OWN:
+        return OWN[setting.name]
+    if meta["choices"]:
+        return st.sampled_from(meta["choices"])
+    if meta["quantity"] is not None:
+        return st.sampled_from(QUANTITIES[meta["quantity"]] + auto)
+    if kind_of(setting) is int:
+        numbers = st.integers(int(meta["minimum"]), meta["maximum"] or 1 << 40)
+        return numbers | st.just("auto") if auto else numbers
+    return {float: st.floats(1, 1e9), bool: st.booleans()}.get(type(setting.default), TEXTS)
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    values: dict[str, Any] = {}
-    for setting in fields(Config):
-        choices, least = setting.metadata["choices"], setting.metadata["minimum"]
-        if choices:
-            strategy: st.SearchStrategy[Any] = st.sampled_from(choices)
-        elif setting.name == "smp_cores":
-            strategy = st.floats(0, 1)
-        elif setting.name == "metrics_port":
-            strategy = st.integers(0, 65535) | st.just("auto")
-        elif setting.metadata["quantity"] is not None:
-            strategy = st.sampled_from(QUANTITIES[setting.metadata["quantity"]] + ["auto"] * setting.metadata["auto"])
-        elif kind_of(setting) is int:
-            most = setting.metadata["maximum"] or 1 << 40
-            strategy = st.integers(int(least), most).filter(lambda n, name=setting.name: (name, n) != ("slots", 1))
-            if setting.metadata["auto"]:
-                strategy |= st.just("auto")
-        elif type(setting.default) is float:
-            strategy = SECS
-        elif type(setting.default) is bool:
-            strategy = st.booleans()
-        elif setting.name in ("job", "node", "rack"):
-            strategy = st.just("") | NAMES
-        elif setting.name == "persist":
-            strategy = st.sampled_from(["", "/checkpoints/a", "s3://bucket/a"])
-        elif setting.name == "arena":
-            strategy = TEXTS.map(lambda text: "/" + text)
-        elif setting.name == "protect":
-            strategy = st.sampled_from(PROTECT)
-        elif setting.name == "layouts":
-            strategy = st.sampled_from(LAYOUTS)
-        else:
-            strategy = TEXTS
-        if setting.name != "enabled" and draw(st.booleans()):
-            values[setting.name] = draw(strategy)
-    if not str(values.get("persist", "")).startswith("/"):
-        values.pop("persist_format", None)
+    settings = [setting for setting in fields(Config) if setting.name != "enabled"]
+    values = {one.name: draw(values_of(one)) for one in settings if draw(st.booleans())}
     if not values.get("persist"):
         values.pop("persist_interval", None)
+    if not str(values.get("persist", "")).startswith("/"):
+        values.pop("persist_format", None)
     if values.get("restore_from"):
         values.pop("rollback_before", None)
     return Config(enabled=True, **values)
 
 
 @given(configs(), st.lists(st.sampled_from(["--lr", "1e-4", "x", "--job=1", "-v", ""]), max_size=4))
-def test_flags_of_any_configuration_build_an_equal_one(config: Config, others: list[str]) -> None:
+def test_flags_and_json_of_any_configuration_build_an_equal_one(config: Config, others: list[str]) -> None:
     flags = config.flags()
     half = len(others) // 2
     assert Config.from_flags([*others[:half], *flags, *others[half:]]) == (config, others)
-
-
-@given(configs())
-def test_the_json_section_builds_an_equal_configuration(config: Config) -> None:
     assert Config.from_mapping({s.name: getattr(config, s.name) for s in fields(config)}) == config
 
 
@@ -221,7 +211,10 @@ def test_texts_name_settings_by_their_flags() -> None:
     for path in package.rglob("*.py"):
         if path.name in ("config.py", "events.py"):  # the help of settings, and what pages say of events' fields
             continue
-        tree = ast.parse(path.read_text())
+        source = path.read_text()
+        if not bare.search(source):
+            continue
+        tree = ast.parse(source)
         documented = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in documented]
         found += [
@@ -230,3 +223,19 @@ def test_texts_name_settings_by_their_flags() -> None:
             if isinstance(text.value, str) and " " in text.value.strip() and bare.search(text.value)
         ]
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        ("Config(enabled=True, slotz=2)", "slots"),
+        ("Config(enabled=True, slots=1)", "slots"),
+        ("Config.from_flags(['--ftckpt', '--ftckpt-slots', '1'])", "--ftckpt-slots"),
+    ],
+)
+def test_a_wrong_configuration_ends_a_script_with_one_line(call: str, names: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import ftckpt; ftckpt.{call}"], check=False, capture_output=True, text=True
+    )
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and line.startswith("ftckpt: ") and names in line

@@ -16,7 +16,7 @@ import torch
 from ftckpt import idle_cores
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
-from ftckpt.capture.copier import Flight, HostCopier, copy_chunk
+from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk
 from ftckpt.idle_cores import has_idle_core
 from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan
 from ftckpt.schedule.iteration import IterationForecast
@@ -323,3 +323,12 @@ def test_copies_wait_for_a_core_no_longer_than_their_patience(monkeypatch: pytes
         assert flight.wait(LONG_SECS)
     # The patience is one for all of a snapshot's copies.
     assert len(looks) == copier_module._PATIENCE
+
+
+def test_a_stuck_thread_does_not_hold_up_close() -> None:
+    worker, release = Worker("ftckpt-test"), threading.Event()
+    worker.submit(lambda: bool(release.wait(LONG_SECS)))
+    begin = time.monotonic()
+    worker.close(timeout_secs=0.05)
+    assert time.monotonic() - begin < LONG_SECS / 2
+    release.set()

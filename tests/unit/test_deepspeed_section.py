@@ -176,8 +176,6 @@ def test_the_runner_hands_the_scripts_arguments_and_its_exit_code_on(
     ("argv", "message"),
     [
         (["no/such.py"], "no/such.py"),
-        (["--local_rank=3"], ""),
-        (["SCRIPT", "--ftckpt-intervall", "2"], "--ftckpt-intervall --ftckpt-interval"),
         (["SCRIPT", "--ftckpt-slots", "1"], "--ftckpt-slots 1 2"),
     ],
 )

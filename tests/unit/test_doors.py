@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
 import random
@@ -23,7 +22,7 @@ from ftckpt.frameworks import torch_state
 from ftckpt.frameworks.entry import Integration, Patches
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
-from ftckpt.frameworks.tensors import LogicalBox, fragments, frozen_pieces, number_piece
+from ftckpt.frameworks.tensors import LogicalBox, frozen_pieces
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
@@ -53,25 +52,6 @@ def test_a_copy_or_a_pickle_of_what_has_a_wrapped_method_has_that_of_its_class()
     assert inspect.signature(engine.step) == inspect.signature(Framework().step)
 
 
-def test_a_patch_is_there_behind_what_others_put_before_it_and_not_where_a_module_was_reloaded() -> None:
-    patches, module = Patches(), types.ModuleType(__name__)
-    original = module.shout = shout  # type: ignore[attr-defined]
-    assert not patches.has(module, "shout")
-    patches.wrap(module, "shout", lambda original, *args: original(*args) + "!")
-    ours = module.shout
-    assert ours(lambda: "stepped") == "STEPPED!"
-    module.shout = functools.wraps(ours)(functools.partial(ours))
-    assert patches.has(module, "shout")
-    module.shout = functools.partial(ours)  # says nothing of what is behind it
-    assert patches.has(module, "shout")
-    module.shout = original
-    assert not patches.has(module, "shout")
-    patches.wrap(module, "shout", shout)
-    assert patches.has(module, "shout") and module.shout.__wrapped__ is original
-    patches.remove()
-    assert module.shout is original and not patches.has(module, "shout")
-
-
 def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
     door, engine = Integration(), Framework()
     door.hooks.wrap(engine, "step", shout)
@@ -88,18 +68,6 @@ def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
         door.remove()
     assert not vars(engine) and module.say is original
     assert door.checkpointer is None and not door.is_installed
-
-
-def test_a_door_that_is_left_keeps_the_patches_of_modules_and_drops_those_of_the_job() -> None:
-    door, module, engine = Integration(), Framework(), Framework()
-    door.patches.wrap(module, "step", shout)
-    door.hooks.wrap(engine, "step", shout)
-    door.checkpointer, door.is_installed = Any, True  # type: ignore[assignment]
-    door.leave()
-    assert (engine.step(1), module.step(1), door.checkpointer) == ("stepped 1", "STEPPED 1", None)
-    assert door.is_installed
-    door.remove()
-    assert module.step(1) == "stepped 1" and not door.is_installed
 
 
 def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,18 +164,6 @@ def test_state_of_another_kind_is_refused_by_name(value: Any, message: str) -> N
         list(stepped_pieces({parameter: whole("w", parameter)}, [part], lambda _: {"odd": value}))
     with raises(UnsupportedError, "a", "(4,)"):
         list(stepped_pieces({}, [part], lambda _: {}))
-
-
-def test_a_parameter_of_two_logical_tensors_gives_a_fragment_in_each() -> None:
-    """Gate and up of a gated layer lie in one parameter, one after the other."""
-    boxes = [LogicalBox("gate", (4, 2), Box((2, 0), (2, 2)), 0), LogicalBox("up", (4, 2), Box((2, 0), (2, 2)), 4)]
-    views = fragments(boxes, "weight", torch.arange(6.0), 1)
-    assert [(f.key, f.start, f.stop, v.tolist()) for f, v in views] == [
-        ("weight/gate", 1, 4, [0.0, 1.0, 2.0]),
-        ("weight/up", 0, 3, [3.0, 4.0, 5.0]),
-    ]
-    step = number_piece(LogicalBox("expert", (8, 4, 2), Box((3, 0, 0), (1, 4, 2)), 0, 1), "step", torch.tensor(2.0))
-    assert (step.fragment.global_shape, step.fragment.box.offset) == ((8,), (3,))
 
 
 # --- objects and generators ---

@@ -236,11 +236,6 @@ def test_each_attempt_sees_only_its_own_keys(agent_store: TCPStore, monkeypatch:
     assert agent_store.check(["address"])
 
 
-@pytest.mark.usefixtures("agent_store")
-def test_a_second_call_keeps_the_name() -> None:
-    assert rendezvous.isolate_attempts() == rendezvous.isolate_attempts()
-
-
 def test_a_private_store_is_left_alone(agent_store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous.isolate_attempts(timeout_secs=10)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
@@ -283,11 +278,15 @@ def test_an_unknown_torch_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("agent_store")
-@pytest.mark.parametrize(("nodes", "warns"), [("1", False), ("2", True)])
+@pytest.mark.parametrize(
+    ("nodes", "backend", "warns"), [("1", "c10d", False), ("2", "c10d", True), ("2", "static", False)]
+)
 def test_the_first_rank_names_what_lets_a_replaced_node_join(
-    nodes: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, nodes: str, backend: str, warns: bool
 ) -> None:
-    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    """Not under a static rendezvous, which no other node can join."""
+    request.getfixturevalue("agent")("--rdzv-backend", backend, "train.py")
+    request.getfixturevalue("monkeypatch").setenv("GROUP_WORLD_SIZE", nodes)
     rendezvous.isolate_attempts(timeout_secs=10)
     assert (rendezvous.REMEDY in caplog.text) == warns
 

@@ -16,7 +16,6 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.memory import end_notes
 from ftckpt.memory.end_notes import ExitNote
-from ftckpt.memory.exit_watch import Exit
 from ftckpt.memory.heartbeat import RankHeartbeat
 from ftckpt.memory.launch_record import LauncherRun
 from ftckpt.memory.page import owner_word
@@ -88,26 +87,6 @@ def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
     assert not lacks(end.text, "oom_kill") and end.ranks == (3, 4)
 
 
-@pytest.mark.parametrize("line", ["0::/job/step", "4:memory:/job/step"])
-def test_the_killer_is_seen_in_the_groups_of_ranks(tmp_path: Path, line: str) -> None:
-    """An SMP in a step of its own is in another group, and version 1 counts in that of the process alone."""
-    root = tmp_path / ("memory" if "memory" in line else "")
-    name = "memory.oom_control" if "memory" in line else "memory.events"
-    for process, group in (("self", "/smp"), ("77", "/job/step")):
-        (tmp_path / process).mkdir()
-        (tmp_path / process / "cgroup").write_text(line.replace("/job/step", group) + "\n")
-    (root / "job" / "step").mkdir(parents=True)
-    (counts := root / "job" / "step" / name).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    watch = DeathWatch(tmp_path, tmp_path)
-    assert watch.look([ALIVE]) == []
-    counts.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    (end,) = watch.look([replace(ALIVE, lives=False)])
-    assert not lacks(end.text, "11", "oom_kill")
-    assert watch.look([ALIVE]) == watch.look([replace(ALIVE, owner=78)]) == []
-    (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
-    assert not lacks(end.text, "11") and "oom_kill" not in end.text, "it has struck another time"
-
-
 Sleeping = list[tuple[subprocess.Popen[bytes], RankHeartbeat]]
 
 
@@ -146,66 +125,6 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
     assert (segv.ranks, term.ranks) == ((2,), (0, 1)) and segv.time < term.time
     assert (segv.kind, term.kind) == (end_notes.CAUSE, end_notes.CONSEQUENCE)
     watch.close()
-
-
-def test_memory_is_no_cause_of_other_signals(tmp_path: Path, sleeping: Sleeping) -> None:
-    events = memory_group(tmp_path, "step")
-    watch = DeathWatch(tmp_path, tmp_path)
-    watch.look([pulse for _, pulse in sleeping])
-    events.write_text("oom_kill 1\n")
-    killed, other = watch.look([end_by(sleeping, 0, signal.SIGKILL), end_by(sleeping, 1, signal.SIGABRT)])
-    assert not lacks(killed.text, "SIGKILL", "oom_kill")
-    assert not lacks(other.text, "SIGABRT", "11") and "oom_kill" not in other.text
-    events.write_text("oom_kill 2\n")
-    abort, struck = watch.look([end_by(sleeping, 2, signal.SIGABRT)])
-    assert not lacks(abort.text, "11") and "oom_kill" not in abort.text and not struck.ranks
-    watch.close()
-
-
-def test_who_knows_how_a_rank_has_ended_says_it_in_place_of_who_does_not(tmp_path: Path, sleeping: Sleeping) -> None:
-    """A rank that has lost it says at once that it is gone; the SMP looks a moment later."""
-    watch = DeathWatch(tmp_path, tmp_path)
-    watch.look([pulse for _, pulse in sleeping])
-    dead = [end_by(sleeping, rank, signal.SIGABRT) for rank in (0, 1, 2)]
-    # Of those, 1 is told of by a rank that has come too late, and 2 has said itself what is wrong.
-    for told in end_notes.silent_ends([dead[1]], exit_of=lambda owner: Exit(0, 5.0)):
-        end_notes.tell(tmp_path, told)
-    assert told.kind == end_notes.UNKNOWN
-    end_notes.tell(tmp_path, ExitNote(4.0, "rank 2: ValueError: loss is nan", (2,)))
-    assert end_notes.told_of(tmp_path) == {1: False, 2: True}
-    for one in watch.look(dead, end_notes.told_of(tmp_path)):
-        end_notes.tell(tmp_path, one)
-    first, second = end_notes.read(tmp_path)
-    assert first.text == "rank 2: ValueError: loss is nan"
-    assert second.ranks == (0, 1) and not lacks(second.text, "SIGABRT")
-    assert watch.look(dead, {}) == []
-    watch.close()
-
-
-def test_a_rank_that_loses_another_says_how_that_has_ended(tmp_path: Path) -> None:
-    """Before its parent has taken it."""
-    script = KILLED.format(node_dir=str(tmp_path), place=1, signal=int(signal.SIGABRT))
-    process = subprocess.Popen([sys.executable, "-c", script])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    end_notes.tell_silent(tmp_path)
-    end_notes.tell_silent(tmp_path)
-    (told,) = end_notes.read(tmp_path)
-    assert not lacks(told.text, "1", str(process.pid), "SIGABRT")
-    process.wait()
-
-
-def test_who_has_said_why_it_ended_did_not_end_without_a_word(tmp_path: Path) -> None:
-    events = memory_group(tmp_path, "step")
-    pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78)]
-    watch, other = DeathWatch(tmp_path, tmp_path), DeathWatch(tmp_path, tmp_path)
-    assert [*watch.look(pair), *other.look(pair)] == []
-    dead = [replace(one, lives=False) for one in pair]
-    (end,) = watch.look(dead, {3: True})
-    assert end.ranks == (4,) and not lacks(end.text, "4", "78")
-    assert list(watch.look(dead, {3: True})) == []
-    events.write_text("oom_kill 1\n")
-    (end,) = other.look(dead, {3: True, 4: True})
-    assert not lacks(end.text, "oom_kill") and not end.ranks
 
 
 KILLED = """
@@ -299,27 +218,6 @@ def test_an_exception_is_the_last_word_of_a_rank(tmp_path: Path) -> None:
     done = ended_by(SCRIPT, tmp_path)
     assert done.returncode == 1 and not lacks(done.stderr, "ValueError"), "and it is shown as ever"
     assert [end.text for end in end_notes.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
-
-
-def test_torch_s_own_hook_between_two_of_ours_is_called_once(tmp_path: Path) -> None:
-    """``init_process_group`` puts one before ours, and a door another one before that."""
-    script = SCRIPT.replace(
-        "end_notes.are_told_in",
-        """import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-follow_uncaught()
-end_notes.are_told_in""",
-    )
-    done = ended_by(script, tmp_path)
-    assert done.stderr.count("ValueError: loss is") == 1 and "[rank0]: ValueError" in done.stderr, done.stderr
-    assert "Error in sys.excepthook" not in done.stderr
-    assert [end.text for end in end_notes.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
-
-
-def test_an_error_of_ours_is_one_line(tmp_path: Path) -> None:
-    script = SCRIPT.replace("ValueError", "ConfigError")
-    done = ended_by(script.replace("import sys", "import sys\nfrom ftckpt.errors import ConfigError"), tmp_path)
-    assert done.stderr.count("\n") == 1 and not lacks(done.stderr, "ftckpt", "loss is nan") and done.returncode == 1
 
 
 def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:

@@ -72,24 +72,6 @@ def test_a_log_that_comes_to_its_limit_loses_its_older_half(tmp_path: Path) -> N
     assert len(log.notes) == 1
 
 
-def test_threads_that_write_while_a_log_is_begun_anew_lose_no_line(tmp_path: Path) -> None:
-    events = Events(tmp_path, 0, limit_bytes=4 * MIB)
-
-    def emit(thread: int) -> None:
-        for index in range(700):
-            events.emit("copied", iteration=index, moved_bytes="x" * 1000, secs=thread)
-
-    threads = [threading.Thread(target=emit, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    log, found = read(tmp_path)
-    assert len(found) == 4 * 700 and not log.num_broken
-    for number in range(4):
-        assert [line["iteration"] for line in found if line["secs"] == number] == list(range(700)), "in its order"
-
-
 @pytest.mark.parametrize("may_hang", [False, True])
 def test_a_full_disk_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture, may_hang: bool) -> None:
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
@@ -211,5 +193,5 @@ def test_the_page_is_made_of_the_table() -> None:
 
 def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     Events(None, 3).emit("storage_fails", iteration=7, error="full")
-    assert not lacks(caplog.text, "storage_fails", "7", "error")
+    assert not lacks(caplog.text, "storage_fails", "7", "error") and ADVICE["storage_fails"] in caplog.text
     assert ADVICE.keys() <= {name for name, kind in EVENTS.items() if kind.loud}

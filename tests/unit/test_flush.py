@@ -159,33 +159,38 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
 
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be removing files at that moment, and must not take those of its successor for its own."""
-    told: list[tuple[str, int]] = []
-    write = Flush._write
+    told, writes = list[tuple[str, int]](), threading.Event()
+    own_mark, withdraw = CheckpointTransaction.own_mark, CheckpointTransaction.withdraw
 
-    def recorded(self: Flush, *to: Any) -> None:
-        if self.orders.node != "a":
-            return write(self, *to)
-        told.append(("begins", self.snapshot.iteration))
-        if self.snapshot.iteration == 7:
-            until(lambda: job.smps[0].tasks.flushes.current[0] not in (None, self.snapshot))
+    def begin(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
+        if pending.node == "a":
+            told.append(("begins", pending.snapshot.iteration))
+        return own_mark(pending)
+
+    def remove(pending: CheckpointTransaction) -> None:
+        if pending.node == "a":
             with suppress(AssertionError):
                 until(lambda: ("begins", 8) in told, secs=0.5)
-        try:
-            write(self, *to)
-        finally:
-            told.append(("ends", self.snapshot.iteration))
-        return None
+            told.append(("removes", pending.snapshot.iteration))
+        withdraw(pending)
 
-    monkeypatch.setattr(Flush, "_write", recorded)
+    def stand(node: str) -> None:
+        if node == "a" and ("begins", 8) not in told:
+            writes.set()
+            until(lambda: (job.smps[0].tasks.flushes.current[0] or SnapshotId(LINEAGE, 7)).iteration == 8)
+
+    monkeypatch.setattr(CheckpointTransaction, "own_mark", begin)
+    monkeypatch.setattr(CheckpointTransaction, "withdraw", remove)
+    pieces_before(monkeypatch, stand)
     for slot, iteration in enumerate((7, 8)):
         job.snapshot(slot, iteration)
     job.flush(7)
     job.start()
-    until(lambda: ("begins", 7) in told)
+    assert writes.wait(20)
     job.flush(8)
     job.settled(8)
     job.check(FileStorage(job.where), 8)
-    assert told == [("begins", 7), ("ends", 7), ("begins", 8), ("ends", 8)]
+    assert told == [("begins", 7), ("removes", 7), ("begins", 8)]
 
 
 def begun_by_b(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -209,15 +214,15 @@ def promised(job: Job) -> None:
 def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its SMP is killed behind its mark; the next one finds that, and is stopped: the commit may come at any time."""
     promised(job)
-    begun, settles, settle = begun_by_b(monkeypatch), threading.Event(), Flush._settle
+    begun, looks, lacking = begun_by_b(monkeypatch), threading.Event(), CheckpointTransaction.lacks
 
-    def recorded(self: Flush, *arguments: Any) -> None:
-        settles.set()
-        settle(self, *arguments)
+    def look(pending: CheckpointTransaction, *marks: commit.NodeCommitMarker) -> Any:
+        looks.set()
+        return lacking(pending, *marks)
 
-    monkeypatch.setattr(Flush, "_settle", recorded)
+    monkeypatch.setattr(CheckpointTransaction, "lacks", look)
     job.flush(7)
-    assert settles.wait(20)
+    assert looks.wait(20)
     job.smps[0].start()
     job.settled(7)
     assert not begun, "what is there is not written again"

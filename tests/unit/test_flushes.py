@@ -5,30 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from test_commit import Unconditional
 
 from ftckpt.config import Config
 from ftckpt.memory.heartbeat import FlushState
-from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
+from ftckpt.model.flush_interval import best_interval_secs
 from ftckpt.model.lineage import FIRST, Request, Selection
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.restore.storage_catalog import StorageCatalog, _read
 from ftckpt.schedule.cost import IntervalRequest
-from ftckpt.session import rank_storage
+from ftckpt.session import shutdown
 from ftckpt.session.flush_scheduler import FlushScheduler, FlushStatus
 from ftckpt.session.protection_scheduler import ProtectionStatus
-from ftckpt.session.rank_storage import _NodeWatch
 from ftckpt.session.session import SessionState
+from ftckpt.session.shutdown import NodeWatch
 from ftckpt.session.vote import Readiness, TaskState, VoteResult
-from tests.support.errors import lacks
 from tests.support.smp_nodes import Seen
 
 LINEAGE = b"l" * 16
@@ -63,15 +61,6 @@ def test_the_first_at_or_behind_each_multiple_goes_to_storage() -> None:
     assert flushes.current == at(20)
 
 
-def test_a_job_that_goes_on_counts_from_there() -> None:
-    flushes = FlushScheduler(10, 100.0)
-    flushes.begin(25)
-    learn(flushes, verdict(), 29)
-    assert flushes.current is None
-    learn(flushes, verdict(), 30)
-    assert flushes.current == at(30)
-
-
 def test_one_that_does_not_come_there_makes_way_for_a_newer_one_after_a_rest() -> None:
     flushes = FlushScheduler(10, 100.0)
     learn(flushes, verdict(), 10)
@@ -96,12 +85,6 @@ def test_what_a_rank_reports() -> None:
     for guard, now_secs in ((READY._replace(sealed=False), 6.0), (READY, 106.0)):
         assert flushes.report(guard, now_secs) == (10, CANNOT)
     assert FlushScheduler(0).report(READY, 0.0) == (-1, DONE)
-
-
-def test_an_older_verdict_settles_nothing() -> None:
-    flushes = FlushScheduler(10, 100.0)
-    learn(flushes, verdict(), 10)
-    assert learn(flushes, verdict(-1), 11) == [] and flushes.current == at(10)
 
 
 def test_what_is_on_its_way_is_kept_and_marked() -> None:
@@ -133,44 +116,16 @@ def test_where_nothing_can_be_protected_what_is_whole_goes_to_storage() -> None:
 
 
 def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_storage, "_UNREADY_SECS", 0.3)
-    monkeypatch.setattr(rank_storage, "_TURN_SECS", 0.2)
+    monkeypatch.setattr(shutdown, "_UNREADY_SECS", 0.3)
+    monkeypatch.setattr(shutdown, "_TURN_SECS", 0.2)
     guard = READY
     node: Any = SimpleNamespace(observe_flush=lambda _: guard, smp=SimpleNamespace(problem_now=str))
-    watch = _NodeWatch(at(6), node, time.monotonic() + 60.0)
+    watch = NodeWatch(at(6), node, time.monotonic() + 60.0)
     for _ in range(3):
         assert watch.turn() == FlushState.WORKING, "for as long as it is to, while there is one"
     guard = READY._replace(ready=False)
     assert watch.turn() == FlushState.WORKING, "another may take its place"
     assert watch.turn() == FlushState.CANNOT
-
-
-def test_while_the_last_is_kept_from_storage_it_is_said_by_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, secs in (("_TURN_SECS", 0.02), ("_TELL_SECS", 0.1), ("_ASK_SECS", 0.0)):
-        monkeypatch.setattr(rank_storage, name, secs)
-    monkeypatch.setattr("ftckpt.model.codec.gather", lambda group, mine, kind: [mine, mine._replace(problem="")])
-    told: list[str] = []
-    events: Any = SimpleNamespace(announce=told.append, emit=lambda *_, **__: None)
-    states = iter([FlushState.WORKING] * 40)
-    problems = iter(["", "node n1: no room in /full"])
-
-    def flush(problem_now: Callable[[], str]) -> bool:
-        def observe(_: SnapshotId) -> FlushStatus:
-            return READY._replace(state=next(states, FlushState.DONE))
-
-        node = SimpleNamespace(observe_flush=observe, smp=SimpleNamespace(problem_now=problem_now))
-        return rank_storage.flush_last(
-            cast(Any, None), events, at(6), cast(Any, node), timeout_secs=9.0, trying="tried again"
-        )
-
-    assert flush(lambda: next(problems, "node n1: no room in /full"))
-    keeps = [line for line in told if "no room in /full" in line]
-    assert keeps and not lacks(keeps[0], "n1", "/full"), told
-    told.clear()
-    states = iter([FlushState.WORKING] * 40)
-    assert (
-        flush(str) and not any("tried again" in line for line in told) and any("been flushing" in one for one in told)
-    )
 
 
 def test_what_was_abandoned_does_not_come_back_from_storage() -> None:
@@ -206,7 +161,7 @@ def tuning(mtbf_secs: float = 1e6) -> FlushScheduler:
     assert flushes.current is None, "iterations that compile"
     learn(flushes, verdict(), 3, 100.0)
     assert flushes.current == at(3), "an early one, to know what it takes"
-    assert flushes.wish(IntervalRequest(iteration_secs=2.0)) == 0, "nothing is known yet"
+    assert flushes.request(IntervalRequest(iteration_secs=2.0)) == 0, "nothing is known yet"
     assert learn(flushes, verdict(3), 8, 150.0) == ["persisted"] and flushes.current is None
     return flushes
 
@@ -215,7 +170,7 @@ def tuning(mtbf_secs: float = 1e6) -> FlushScheduler:
     ("mtbf_secs", "share", "cost_secs"), [(1e6, 0.2, 10.0), (1e6, 0.0, 0.5), (1e8, 0.2, 10.0), (1e4, 0.001, 0.5)]
 )
 def test_a_wish_follows_from_what_a_flush_takes_and_costs(mtbf_secs: float, share: float, cost_secs: float) -> None:
-    wish = tuning(mtbf_secs).wish(IntervalRequest(iteration_secs=2.0, flush_share=share))
+    wish = tuning(mtbf_secs).request(IntervalRequest(iteration_secs=2.0, flush_share=share))
     assert wish == round(best_interval_secs(cost_secs, 50.0, mtbf_secs) / 2.0)
 
 
@@ -232,59 +187,28 @@ def test_no_other_interval_loses_less() -> None:
     assert best_interval_secs(1e4, 1.0, 1e3) == 1e3
 
 
-def test_the_more_nodes_the_more_often_memory_is_lost() -> None:
-    hours = [mtbf_secs("auto", nodes) / 3600 for nodes in (1, 32, 64, 2048)]
-    assert hours == pytest.approx([168.0, 168.0, 115.4, 3.6], abs=0.1)
-    assert FlushScheduler.of(Config(persist="/there", persist_interval="auto"), 64).mtbf_secs == mtbf_secs("auto", 64)
-
-
-def test_what_ranks_wish_for_counts_from_the_last_one() -> None:
-    flushes = tuning()
-    assert learn(flushes, replace(verdict(), flush_interval=40), 9) == ["interval_changed"]
-    assert learn(flushes, replace(verdict(), flush_interval=40), 42) == [] and flushes.current is None
-    learn(flushes, replace(verdict(), flush_interval=40), 44)
-    assert flushes.current == at(44), "the first behind 43"
-
-
 def test_a_rank_judges_once_behind_each_flush() -> None:
     flushes = tuning()
-    first = flushes.wish(IntervalRequest(iteration_secs=2.0, flush_share=0.2))
-    assert flushes.wish(IntervalRequest(iteration_secs=20.0, flush_share=0.9)) == first
+    first = flushes.request(IntervalRequest(iteration_secs=2.0, flush_share=0.2))
+    assert flushes.request(IntervalRequest(iteration_secs=20.0, flush_share=0.9)) == first
     learn(flushes, verdict(), 600, 200.0)
     learn(flushes, verdict(600), 620, 251.0)
-    assert flushes.wish(IntervalRequest(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
+    assert flushes.request(IntervalRequest(iteration_secs=2.1, flush_share=0.2)) == first, "no small change moves it"
     learn(flushes, verdict(), 1200, 300.0)
     learn(flushes, verdict(1200), 1250, 350.0)
-    assert flushes.wish(IntervalRequest(iteration_secs=8.0, flush_share=0.2)) < first / 3
-
-
-def test_a_number_is_kept_whatever_ranks_wish_for() -> None:
-    flushes = FlushScheduler.of(Config(persist="/there", persist_interval=10))
-    learn(flushes, verdict(), 13, 0.0)
-    learn(flushes, verdict(13), 14, 50.0)
-    assert flushes.wish(IntervalRequest(iteration_secs=2.0)) == 0
-    assert learn(flushes, replace(verdict(), flush_interval=40), 15) == [] and flushes.interval == 10
-
-
-def test_one_that_does_not_come_there_is_tried_again_soon_whatever_the_interval() -> None:
-    flushes = tuning()
-    learn(flushes, replace(verdict(), flush_interval=40), 43, 200.0)
-    assert flushes.current == at(43)
-    assert learn(flushes, verdict(43, CANNOT), 44, 300.0) == ["flush_failed"]
-    learn(flushes, replace(verdict(), flush_interval=60), 45, 400.0)
-    assert flushes.current == at(45)
+    assert flushes.request(IntervalRequest(iteration_secs=8.0, flush_share=0.2)) < first / 3
 
 
 def test_ranks_that_wish_for_different_intervals_choose_the_same_snapshots() -> None:
     """What one rank has measured is its own; what all have read is the same."""
     ranks, chosen = [tuning() for _ in range(3)], []
     for number in range(9, 1500):
-        wishes = [rank.wish(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
+        wishes = [rank.request(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]
         current = ranks[0].current
         read = replace(verdict(current.iteration if current else -1), flush_interval=max(wishes))
         for rank in ranks:
             learn(rank, read, number, float(number))
         assert len({rank.current for rank in ranks}) == 1
         chosen += [number] if ranks[0].current is not None else []
-    assert len({rank.wished for rank in ranks}) == 3 and len(chosen) > 5
+    assert len({rank.requested for rank in ranks}) == 3 and len(chosen) > 5
     assert len({after - before for before, after in itertools.pairwise(chosen[-4:])}) == 1

@@ -205,3 +205,16 @@ def test_foreign_json_is_a_value_error(value: Any) -> None:
         ParityGroup.from_json(value)
     with pytest.raises(ValueError):
         codec.from_json(value, ArenaLayout)
+
+
+def test_peers_are_in_different_racks_and_large_arenas_stand_together() -> None:
+    holdings = [
+        holding(f"s{n}{r}", f"n{n}", private(*[CHUNK] * (9 if (n + r) % 2 else 2)), rack=f"r{n // 2}")
+        for n in range(4)
+        for r in range(2)
+    ]
+    groups = peer_groups(holdings, Modes(peer=True))
+    racks = {h.node: h.rack for h in holdings}
+    for group in groups:
+        assert len({racks[member.node] for member in group.members}) == len(group.members) == 2
+        assert len({len(member.lengths) for member in group.members}) == 1

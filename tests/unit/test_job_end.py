@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +15,10 @@ from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.session import rank_storage
+from ftckpt.session import shutdown
 from ftckpt.session.actions import TakeSnapshot
-from ftckpt.session.last_snapshot import JobEnd, RankShutdown, RankShutdownReport
-from ftckpt.session.rank_storage import RankStorage
 from ftckpt.session.session import SessionState
+from ftckpt.session.shutdown import FinalFlush, JobEnd, RankShutdown
 from tests.support.errors import lacks
 
 
@@ -104,14 +103,6 @@ def test_stepped_state_that_is_another_by_now_is_told() -> None:
     assert kept.objection(2)
 
 
-def test_objects_that_cannot_be_saved_are_told_where_a_snapshot_is_taken() -> None:
-    kept = LastBoundary(described())
-    kept.keep(1, lambda: {"f": object()})
-    assert kept.objection(1)
-    with pytest.raises(Exception, match="object"):
-        _ = kept.encoded
-
-
 class Slots:
     """A capture whose slots hold these snapshots."""
 
@@ -131,44 +122,43 @@ class Slots:
 
 @pytest.mark.parametrize("full", [False, True], ids=["a free slot", "all are kept"])
 def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_or_protected(full: bool) -> None:
-    state, capture = SessionState(Config(), protects=True), Slots(at(5), at(7), at(8), *(() if full else (at(6),)))
+    capture, state = Slots(at(5), at(7), at(8), *(() if full else (at(6),))), SessionState(Config(), protects=True)
     state.begin(b"l" * 16, None, 0.0)
-    state.whole = at(7)  # it has not read yet of 8, and another rank has
-    state.take_over(at(5), at(7))
-    marks, taken = [], []
+    state.committed = at(7)  # it has not read yet of 8, and another rank has
+    state.adopt(at(5), at(7))
+    marks, taken = [], list[TakeSnapshot]()
 
     def begin(take: TakeSnapshot) -> int:
         taken.append(take)
         capture.done.append("begin")
         return 3
 
-    rank = RankShutdownReport(
-        Config(), Events(None, 0), state, SimpleNamespace(mark=marks.append),  # type: ignore[arg-type]
-        shard=SimpleNamespace(capture=capture, complete=lambda keep: None), kept=None,  # type: ignore[arg-type]
-        boundary=10, begin=begin,
-    )  # fmt: skip
-    assert not rank.take(at(10), frozenset(have(8, 5)))
-    (take,) = taken
-    assert take.snapshot == at(10) and take.keep == frozenset(have(8, 5) if full else have(8, 7, 5))
-    assert [mark.target for mark in marks] == ([None] if full else []), "the SMP stops before its slot is written"
+    rank: Any = SimpleNamespace(
+        state=state, events=Events(None, 0), protection=SimpleNamespace(mark=lambda one: marks.append(one.target))
+    )
+    snapshots: Any = SimpleNamespace(
+        capture=capture, shard=SimpleNamespace(complete=lambda keep: None), take=begin, kept=None
+    )
+    assert not FinalFlush(rank, snapshots, 10).take(at(10), frozenset(have(8, 5)))
+    assert taken == [TakeSnapshot(at(10), frozenset(have(8, 5) if full else have(8, 7, 5)))]
+    assert marks == ([None] if full else []), "the SMP stops before its slot is written"
     assert capture.done == ["begin", "fence", "settle"]
 
 
-@pytest.mark.parametrize(("persisted", "brought"), [(None, [9]), (at(7), [9]), (at(9), [])])
-def test_the_last_snapshot_comes_to_storage_unless_it_is_there(
-    persisted: SnapshotId | None, brought: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("persisted", "flushed"), [(None, [9]), (at(7), [9]), (at(9), [])])
+def test_the_last_snapshot_is_flushed_unless_it_is_on_storage(
+    persisted: SnapshotId | None, flushed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came: list[int] = []
-
-    def flush(group: object, events: object, last: SnapshotId, *_: object, **__: object) -> bool:
-        came.append(last.iteration)
-        return True
-
-    monkeypatch.setattr(rank_storage, "flush_last", flush)
-    monkeypatch.setattr(rank_storage.codec, "gather", lambda group, mine, kind: [mine])
-    protection: Any = SimpleNamespace(mark=lambda marks: None)
-    nothing: Any = None
-    storage = RankStorage(Config(persist="/there"), nothing, nothing, protection, SessionState(Config()))
-    rank = SimpleNamespace(find=lambda: RankShutdown(sealed=have(7, 9), going=at(7), persisted=persisted))
-    assert not storage.bring_last(rank)  # type: ignore[arg-type]
-    assert came == brought
+    monkeypatch.setattr(
+        shutdown, "flush_last", lambda group, events, last, *_, **__: came.append(last.iteration) or 1
+    )
+    monkeypatch.setattr(shutdown.codec, "gather", lambda group, mine, kind: [mine])
+    state = SessionState(Config())
+    state.flushes.persisted, arena = persisted, SimpleNamespace(snapshots=lambda: have(7, 9))
+    capture = SimpleNamespace(arena=arena, settle=lambda secs: None, flight=None)
+    rank: Any = SimpleNamespace(
+        state=state, config=Config(persist="/there"), events=None, group=None, protection=SimpleNamespace(mark=id)
+    )
+    assert not FinalFlush(rank, cast(Any, SimpleNamespace(capture=capture, kept=None)), -1).run()
+    assert came == flushed

@@ -161,16 +161,6 @@ def test_a_probe_asks_for_the_smp_of_this_job_and_leaves_it_time(path: Path) -> 
 
 
 @OF_PODS
-def test_the_secret_is_as_ftckpt_wants_it(path: Path) -> None:
-    spec = spec_of(path)
-    words = spec["containers"][0]["args"]
-    where = Path(words[words.index("--ftckpt-secret-file") + 1]).parent
-    (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["mountPath"] == str(where)]
-    (secret,) = [volume["secret"] for volume in spec["volumes"] if volume["name"] == mount["name"]]
-    assert not secret["defaultMode"] & 0o077
-
-
-@OF_PODS
 def test_memory_of_the_arenas_counts_in_the_limits(path: Path) -> None:
     spec = spec_of(path)
     (volume,) = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
@@ -203,17 +193,3 @@ def test_nodes_meet_at_the_first_one() -> None:
     assert words[words.index("--endpoint") + 1] == f"{pytorch['metadata']['name']}-master-0:29400"
     assert words[words.index("--nodes") + 1] == str(sum(replica["replicas"] for replica in replicas.values()))
     assert {replica["template"]["spec"]["containers"][0]["name"] for replica in replicas.values()} == {"pytorch"}
-
-
-def test_the_image_has_what_manifests_and_demo_start() -> None:
-    lines = (ROOT / "launch" / "Containerfile").read_text().splitlines()
-    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    assert all((ROOT / name).exists() for name in copied), copied
-    (where,) = [line.removeprefix("WORKDIR ") for line in lines if line.startswith("WORKDIR ")]
-    for path in MANIFESTS:
-        spec = spec_of(path)
-        for container in (*spec["initContainers"], *spec["containers"]):
-            assert container["workingDir"] == where
-            scripts = [word for word in (*container["command"], *container["args"]) if word.startswith("launch/")]
-            assert scripts and all((ROOT / script).is_file() for script in scripts) and "launch" in copied
-    assert {"launch", "tests", "ftckpt"} < set(copied), "the demo imports all three"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.cli.main import main
 from ftckpt.memory import log_archive
 from ftckpt.memory.directory import SMP_LOG_NAME, clean_job, node_directory
 from ftckpt.memory.log_archive import SmpLog, keep_logs, take_log
@@ -75,15 +74,3 @@ def test_of_those_that_take_it_at_once_one_has_it(tmp_path: Path) -> None:
     assert (first.text, second.text) == (LOUD, b"") and not list(tmp_path.iterdir())
     os.mkfifo(tmp_path / SMP_LOG_NAME)
     assert take_log(tmp_path / SMP_LOG_NAME, "train", "n0").text == b"", "nobody waits for who would write into it"
-
-
-def test_clean_keeps_the_logs_of_all_nodes_and_says_where(
-    state: Path, arena_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for node in ("n0", "n1"):
-        (node_directory(arena_root, "train", node) / SMP_LOG_NAME).write_bytes(LOUD + node.encode())
-    assert main(["clean", "train", "--arena", str(arena_root)]) == 0
-    assert [(state / f"train@{node}.log").read_bytes()[-2:] for node in ("n0", "n1")] == [b"n0", b"n1"]
-    said = capsys.readouterr().err.splitlines()
-    assert [line.rpartition(" ")[2] for line in said] == [str(state / f"train@n{node}.log") for node in (0, 1)]
-    assert not list(arena_root.iterdir())

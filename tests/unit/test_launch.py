@@ -85,20 +85,6 @@ def test_several_nodes(standins: Standins) -> None:
     assert "is_host=0" in fourth.after("--rdzv-conf") and "--local-addr=x" in fourth.argv
 
 
-@pytest.mark.parametrize("runner", ["ftckpt.megatron", "ftckpt.deepspeed", "none", "my.run"])
-def test_torchrun_takes_the_place_of_ftckpt_run(standins: Standins, runner: str) -> None:
-    env = standins.environment(FTCKPT_LAUNCHER="torch.distributed.run")
-    standins.launch("torchrun.sh", "--job", "a", "--runner", runner, str(standins.script), "x", env=env)
-    (call,) = standins.calls("python3")
-    assert call.argv[:3] == ["-m", "torch.distributed.run", "--nnodes"]
-    assert call.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
-    program = [str(standins.script), "x"]
-    assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == (
-        program if runner == "none" else ["-m", runner, *program]
-    )
-
-
 @pytest.mark.parametrize(
     ("runner", "program"),
     [("ftckpt.megatron", []), ("ftckpt.deepspeed", []), ("none", []), ("my.run", ["-m", "my.run"])],
@@ -113,18 +99,6 @@ def test_ftckpt_run_is_launcher_and_runner(standins: Standins, runner: str, prog
     runs_itself = [] if runner == "none" else ["-m", runner]
     assert bound.argv[bound.argv.index("-u") + 1 :] == [*runs_itself, str(standins.script), "x"]
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
-
-
-def test_variables_stand_in_for_options_and_options_win(standins: Standins) -> None:
-    env = standins.environment(
-        FTCKPT_JOB="old", FTCKPT_NODES="2", FTCKPT_ENDPOINT="h:1", FTCKPT_NPROC="4", FTCKPT_RESTARTS="7",
-        FTCKPT_NODE_RANK="1", FTCKPT_RUNNER="none", CUDA_DEVICE_MAX_CONNECTIONS="8",
-    )  # fmt: skip
-    standins.launch("torchrun.sh", "--job", "new", "--nproc", "2", str(standins.script), env=env)
-    (call,) = standins.calls("python3")
-    words = ("--nnodes", "--rdzv-endpoint", "--nproc-per-node", "--max-restarts", "--rdzv-id")
-    assert [call.after(word) for word in words] == ["2", "h:1", "2", "7", "new"]
-    assert job_name(None, call.env) == "new" and call.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_a_dry_run_prints_the_command_that_would_run(standins: Standins) -> None:
@@ -274,15 +248,6 @@ def test_flag_files_are_read_without_comments_and_without_expansion(standins: St
     assert call.argv[call.argv.index(str(standins.script)) + 1 :] == words
 
 
-def test_a_flag_file_with_an_open_quote_is_refused(standins: Standins) -> None:
-    path = standins.here / "open.flags"
-    path.write_text("--name 'open\n")
-    ran = standins.launch("torchrun.sh", "--job", "a", "--flags", str(path), str(standins.script))
-    assert ran.returncode == 2 and not lacks(ran.stderr, "open.flags")
-    path.write_text("# nothing\n")
-    assert standins.launch("torchrun.sh", "--job", "a", "--flags", str(path), str(standins.script)).returncode == 0
-
-
 # deepspeed.sh
 
 
@@ -301,26 +266,6 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
     assert call.argv == [*where.split(), "--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"]
     assert job_name(None, {**call.env, "RANK": "0"}) == "a"
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
-
-
-def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: Standins) -> None:
-    hosts, seen = standins.here / "hosts", standins.here / "seen"
-    hosts.write_text("a slots=8\n")
-    (standins.here / "mine").write_text("MINE=1\n\n")
-    (standins.bin / "deepspeed").write_text(f'#!/bin/sh\ncat "$DS_ENV_FILE" >{seen}\n')
-    env = standins.environment(DS_ENV_FILE=str(standins.here / "mine"))
-    standins.launch("deepspeed.sh", "--job", "a", "--hostfile", str(hosts), str(standins.script), env=env)
-    assert re.fullmatch(r"MINE=1\nFTCKPT_JOB=a\nFTCKPT_RUN=a\.\d+\.\d+\n", seen.read_text())
-
-
-def test_deepspeed_is_started_again_until_it_ends_well(standins: Standins) -> None:
-    standins.codes(247, 1)
-    env = standins.environment(FTCKPT_PAUSE_SECS="0")
-    ran = standins.launch("deepspeed.sh", "--job", "a", "--port", "5000", str(standins.script), env=env)
-    assert ran.returncode == 0, ran.stderr
-    calls = standins.calls("deepspeed")
-    assert [call.after("--master_port") for call in calls] == ["5000", "5001", "5002"]
-    assert {job_name(None, {**call.env, "RANK": "0"}) for call in calls} == {"a"}
 
 
 def test_deepspeed_is_started_again_a_bounded_number_of_times(standins: Standins) -> None:
@@ -442,16 +387,6 @@ def test_an_a100_step_is_one_agent_on_each_node(standins: Standins) -> None:
     assert set(agents) == {"n1", "n2"}
 
 
-@pytest.mark.parametrize("script", BATCH)
-def test_a_failed_step_is_followed_by_another_of_the_same_job(standins: Standins, script: str) -> None:
-    standins.codes(137, 1)
-    assert nodes_of_steps(standins, script, "n1", "n2", "n3") == ["n1,n2"] * 3, "a spare was taken without need"
-    steps = standins.steps()
-    assert {job_name(None, step.env) for step in steps} == {"slurm-4711"}
-    assert len({step.env.get("MASTER_PORT") or step.after("--endpoint") for step in steps}) == 3
-    assert not standins.cleaned()
-
-
 def nodes_of_steps(standins: Standins, script: str, *nodes: str) -> list[str]:
     """Those of each step of a job that ends well."""
     ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm(*nodes))
@@ -507,16 +442,6 @@ def test_a_spare_takes_the_place_of_a_lost_node(
 
 
 @pytest.mark.parametrize("script", BATCH)
-def test_too_few_nodes_are_left(standins: Standins, script: str) -> None:
-    standins.codes(1)
-    standins.dead("n1", "n2")
-    ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm("n1", "n2", "n3"))
-    assert ran.returncode == 2 and not lacks(ran.stderr, "1", "2")
-    assert not lacks(ran.stdout, "n1")
-    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1", "n2", "n3"}
-
-
-@pytest.mark.parametrize("script", BATCH)
 def test_the_job_goes_on_with_fewer_nodes_where_no_spare_is_left(standins: Standins, script: str) -> None:
     standins.codes(1, "dead:n2,n3", "dead:", "dead:n1,n2,n3")
     standins.dead("n2")
@@ -538,13 +463,6 @@ def stopped(standins: Standins, script: str, *words: str, env: dict[str, str], s
         if stops:
             batch.send_signal(signal.SIGTERM)
         return batch.wait(30)
-
-
-@pytest.mark.parametrize("script", BATCH)
-def test_slurm_ends_the_allocation(standins: Standins, script: str) -> None:
-    standins.codes("hang")
-    assert stopped(standins, script, str(standins.script), env=standins.slurm("n1")) == 143
-    assert len(standins.steps()) == 1 and standins.cleaned() == {"n1"}
 
 
 def requeued(standins: Standins) -> bool:

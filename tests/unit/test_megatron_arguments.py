@@ -13,7 +13,7 @@ from ftckpt.config import Config
 from ftckpt.megatron import callbacks
 from ftckpt.megatron.counters import Counters
 from ftckpt.model import objects
-from ftckpt.universal.megatron.common import arguments_of, make_common
+from ftckpt.universal.megatron.common import make_common
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,3 @@ def test_megatron_finds_its_position_among_the_arguments() -> None:
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
     assert args.no_save_rng is True
     assert (args.lr, args.bf16, args.load, args.split) == (1e-3, True, None, [9, 1])
-
-
-def test_arguments_of_megatrons_own_checkpoint_come_first() -> None:
-    own = {"args": {"num_layers": 2}, "num_floating_point_operations_so_far": 7}
-    found = {**snapshot(), "megatron": own}
-    assert arguments_of(found) == {"num_layers": 2}
-    made = make_common(found, 5, None, False, {})
-    assert (made["args"].num_layers, made["num_floating_point_operations_so_far"]) == (2, 7)

@@ -20,7 +20,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
-from tests.support.errors import raises
 from tests.support.killing import fails_with
 
 KEEP = SnapshotId(LINEAGE, 4)
@@ -122,30 +121,6 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
         with closing(Arena.open(path)) as arena:
             assert {snapshot.iteration for snapshot in arena.snapshots()} == {3, 4, 5}
     end(again)
-
-
-@pytest.mark.parametrize(
-    ("slots", "protects", "remedies"),
-    [
-        (4, True, "memory_limit= slots= protect="),
-        (3, True, "memory_limit= protect="),
-        (3, False, "memory_limit= slots="),
-        (2, False, "memory_limit="),
-    ],
-)
-def test_a_limit_that_is_too_low_names_what_can_be_lessened(
-    arena_root: Path, slots: int, protects: bool, remedies: str
-) -> None:
-    members = ranks(arena_root, 2, slots, protects=protects, memory_limit="1KiB")
-    on_all(members, lambda member: member.arenas.entry.enter())
-
-    def refused(member: Rank) -> None:
-        with raises(MemoryBudgetError, "1.0 KiB", *remedies.split()) as caught:
-            member.arenas.open(member.manifest(), None)
-        assert [word for word in ("slots=", "protect=") if word in str(caught.value)] == remedies.split()[1:]
-
-    on_all(members, refused)
-    end(members)
 
 
 def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -> None:
@@ -250,4 +225,16 @@ def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
     assert [files(member) for member in members] == [[1, 1]] * 2
     assert on_all(members, complete) == [[1]] * 2
     assert [files(member) for member in members] == [[2]] * 2
+    end(members)
+
+
+def test_changing_twice_before_a_new_snapshot_is_whole(arena_root: Path, peaks: dict[str, int]) -> None:
+    members = trained(arena_root)
+    on_all(members, replace)
+    on_all(members, lambda member: write(member.have, 0, 6, seal=False))
+    peaks.clear()
+    on_all(members, lambda member: replace(member, share=MORE + 4096))
+    assert [files(member) for member in members] == [[1, 1]] * 2
+    assert max(peaks.values()) <= 2 * members[0].have.image.file_bytes
+    assert chosen(arena_root) == 4
     end(members)

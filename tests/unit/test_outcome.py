@@ -20,7 +20,6 @@ from ftckpt.memory.page import owner_word, pid_namespace
 from ftckpt.runner import worker
 from tests.support.errors import lacks
 from tests.support.processes import run_python
-from tests.support.repository import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -75,21 +74,6 @@ def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -
     assert run.read() == RunOutcome()
 
 
-def test_a_rank_that_another_speaks_for_takes_back_what_both_have_done() -> None:
-    """It alone may have no room for the next model."""
-    run = LauncherRun("a")
-    run.unheard().resume()
-    run.unheard().end(0, "done")
-    assert run.read() == RunOutcome()
-    LauncherRun("a").end(0, "done")
-    run.resume()
-    assert not run.read().over
-    run.unheard().end(0, "done")
-    LauncherRun("a").end(2, "it is over")
-    run.resume()
-    assert run.read().code == 2, "of another process"
-
-
 @pytest.mark.parametrize("code", [0, 2])
 def test_what_another_job_came_to_ends_none(
     code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -116,12 +100,6 @@ def test_what_another_job_came_to_ends_none(
     launched()
     assert launcher.code_if_over() == 2
     assert launcher.code_if_over("one") is None
-
-
-def test_without_a_launcher_nothing_is_stored_and_everybody_is_the_first(folder: Path) -> None:
-    run = launcher_run({})
-    assert run.name == "" and run.end(2, "refused") and run.end(2, "refused") and not run.read().over
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"code": 2, "more": 1}', "\x00\xff"])
@@ -154,47 +132,6 @@ def test_records_of_agents_that_ended_go(folder: Path) -> None:
         LauncherRun(name).end(0, "done")
     LauncherRun("mine").begin("j")
     assert records(folder) == sorted([names[1], *others, "named", "mine"])
-
-
-def test_a_wrapper_is_not_taken_for_the_agent() -> None:
-    """The name must be that of the process that stays; a shell between it and the rank is another in each attempt."""
-    command = "import os; from ftckpt.memory.launch_record import launcher_run as r; print(r(os.environ).name)"
-    names = [
-        subprocess.run(
-            ["sh", "-c", '"$@"; true', "wrapper", sys.executable, "-c", command],
-            env={**os.environ, "TORCHELASTIC_RUN_ID": "x"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for _ in range(2)
-    ]
-    assert names[0] == names[1] and names[0].startswith(
-        f"{owner_word(os.getpid()):x}-{launch_record.this_machine()}-"
-    )
-
-
-def rank_env(run: Path, count: int, rank: int = 0, **more: str) -> dict[str, str]:
-    """What torch gives a rank, whose error file lies in the directory that it has made for it."""
-    directory = run / f"attempt_{count}" / str(rank)
-    directory.mkdir(parents=True, exist_ok=True)
-    return {
-        **{"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(count), "GROUP_WORLD_SIZE": "2"},
-        **{"TORCHELASTIC_ERROR_FILE": str(directory / "error.json"), **more},
-    }
-
-
-def test_launches_of_one_process_have_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep, or the same job to more iterations. Attempts and ranks of a launch share theirs."""
-    first = rank_env(tmp_path / "x_1", 0)
-    same = [rank_env(tmp_path / "x_1", 0, rank=1), rank_env(tmp_path / "x_1", 1)]
-    others = [rank_env(tmp_path / "x_2", 0), {**first, "TORCHELASTIC_RUN_ID": "y"}]
-    assert {launcher_run(env).name for env in same} == {launcher_run(first).name}
-    assert len({launcher_run(env).name for env in (first, *others)}) == 3
-    # Without the file, or in directories of another kind, the run id is all that is known.
-    files = ({}, {"TORCHELASTIC_ERROR_FILE": ""}, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "a" / "b" / "c")})
-    assert len({launcher_run({"TORCHELASTIC_RUN_ID": "x", **file}).name for file in files}) == 1
 
 
 def shared(error: FtckptError) -> FtckptError:
@@ -249,19 +186,6 @@ def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: py
     with pytest.raises(SystemExit) as ended:
         launcher.leave_if_over()
     assert ended.value.code == 0
-
-
-def test_what_a_crash_in_the_end_has_left_goes_at_the_next_attempt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FTCKPT_RUN", "a")
-    left = [tmp_path / "arenas" / f"ftckpt-{job}" / "n0" for job in ("job", "other")]
-    for folder in left:
-        folder.mkdir(parents=True, mode=0o700)
-    launched().end(0, "done", str(tmp_path / "arenas"), "job")
-    launched()
-    assert launcher.code_if_over() == 0
-    assert [folder.exists() for folder in left] == [False, True]
 
 
 def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.smp.work import MOST_SECS, NETWORK_MOST_SECS, Bucket, CooperativeYield, Throttle
+from ftckpt.smp.work import MAX_NETWORK_SECS, MAX_SECS, Bucket, CooperativeYield, Throttle
 
 
 class Clock:
@@ -40,12 +40,6 @@ def pace(
     return Throttle(copying, network, clock=clock, **rates)
 
 
-def test_nothing_is_waited_for_where_all_is_quiet_and_nothing_is_limited(clock: Clock) -> None:
-    calm = pace(clock)
-    for _ in range(100):
-        assert list(calm.memory(1 << 30)) == [] and list(calm.receive()) == []
-
-
 @pytest.mark.parametrize("piece", [1 << 12, 1 << 20, 16 << 20])
 def test_a_rate_is_kept(clock: Clock, piece: int) -> None:
     bucket, begun, total = Bucket(1e8, clock), clock.now, 0
@@ -54,13 +48,6 @@ def test_a_rate_is_kept(clock: Clock, piece: int) -> None:
         bucket.charge(piece)
         total += piece
     assert total / 1e8 == pytest.approx(10, rel=0.05)
-
-
-def test_time_that_was_not_used_is_not_made_up_for(clock: Clock) -> None:
-    bucket = Bucket(1e6, clock)
-    clock.now += 1000
-    bucket.charge(1_000_000)
-    assert bucket.wait_secs() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("which", ["smp_rate", "network_rate"])
@@ -103,18 +90,8 @@ def test_each_thread_lets_training_go_first(clock: Clock, way: str) -> None:
         thread = threading.Thread(target=lambda: waited.append(clock.spend(before())))
         thread.start()
         thread.join(30)
-    most_secs = MOST_SECS if way == "memory" else NETWORK_MOST_SECS
+    most_secs = MAX_SECS if way == "memory" else MAX_NETWORK_SECS
     assert waited == pytest.approx([most_secs] * 3, abs=0.02), "none uses up the patience of the next"
-
-
-def test_asking_for_what_does_not_come_costs_nothing(clock: Clock) -> None:
-    limited = pace(clock, network_rate=1e6)
-    assert sum(clock.spend(limited.receive()) for _ in range(100)) == 0
-
-
-def test_copies_of_ranks_go_first(clock: Clock) -> None:
-    quiet_at = clock.now + 0.2
-    assert clock.spend(pace(clock, copying=lambda: clock.now < quiet_at).memory(1)) == pytest.approx(0.2, abs=0.02)
 
 
 @pytest.mark.parametrize("work_secs", [0.0005, 0.01, 0.1, 2.0])
@@ -127,42 +104,12 @@ def test_work_goes_on_however_busy_the_ranks_are(clock: Clock, work_secs: float)
     assert pieces * work_secs > 30 * 0.45
 
 
-def test_ranks_that_are_always_busy_are_let_go_first_half_of_the_time(clock: Clock) -> None:
-    busy, waited, worked = CooperativeYield(lambda: True, clock), 0.0, 0.0
-    while worked < 30:
-        waited += clock.spend(busy.wait())
-        clock.now += 0.02
-        worked += 0.02
-    assert waited > 0.45 * worked
-
-
-def test_no_wait_is_longer_than_its_bound(clock: Clock) -> None:
-    busy = CooperativeYield(lambda: True, clock)
-    for _ in range(20):
-        assert clock.spend(busy.wait()) <= MOST_SECS + 0.02
-        clock.now += 7
-
-
-def test_a_loop_that_comes_late_does_not_make_the_next_piece_wait(clock: Clock) -> None:
-    busy = CooperativeYield(lambda: True, clock)
-    for _ in busy.wait():
-        clock.now += 3.0  # the caller did something else
-    clock.now += 0.1
-    assert list(busy.wait()) == []
-
-
 def test_transfers_hold_while_training_uses_the_network(clock: Clock) -> None:
     for way in ("receive", "send"):
         free_at = clock.now + 1.7
         held = pace(clock, network=lambda: clock.now < free_at)  # noqa: B023
         assert list(held.memory(1)) == []
         assert clock.spend(held.receive() if way == "receive" else held.send(1)) == pytest.approx(1.7, abs=0.02)
-
-
-def test_a_rank_that_stays_in_such_a_phase_does_not_stop_protection(clock: Clock) -> None:
-    held = pace(clock, network=lambda: True)
-    assert clock.spend(held.send(1)) <= NETWORK_MOST_SECS + 0.02
-    assert clock.spend(held.receive()) <= NETWORK_MOST_SECS + 0.02
 
 
 def test_what_is_known_of_the_iteration_decides_in_the_place_of_phases(clock: Clock) -> None:
@@ -178,12 +125,4 @@ def test_what_is_known_of_the_iteration_decides_in_the_place_of_phases(clock: Cl
     assert clock.spend(known.receive(500_000)) == pytest.approx(3, abs=0.02) and set(needs) == {0.5}
     assert clock.spend(known.receive()) == 0 and list(known.send(100_000)) == []
     clock.now = begun + 101
-    assert clock.spend(known.receive()) == pytest.approx(NETWORK_MOST_SECS, abs=0.02), "it takes longer than usual"
-
-
-def test_who_asks_in_a_busy_part_is_soon_told_to_ask_again(clock: Clock) -> None:
-    turn, begun = pace(clock, has_room=lambda need_secs: False).send(1), clock.now
-    with pytest.raises(StopIteration) as end:
-        while True:
-            clock.now += next(turn)
-    assert end.value.value is False and clock.now - begun == pytest.approx(NETWORK_MOST_SECS, abs=0.02)
+    assert clock.spend(known.receive()) == pytest.approx(MAX_NETWORK_SECS, abs=0.02), "it takes longer than usual"

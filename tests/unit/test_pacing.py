@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ladder import window_share
 from ftckpt.schedule.bubbles import Bubbles, Turn, WindowPlan
-from ftckpt.schedule.iteration import IDLE, Iteration, IterationForecast, Profile, divide, in_windows
+from ftckpt.schedule.iteration import IDLE, Iteration, IterationForecast, Profile, divide
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
 SECS = (0.0, 2.0, 1.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5)
@@ -46,12 +44,6 @@ def test_what_does_not_fit_spills_in_order(total: int, expected: dict[str, int])
     assert placed(plan(), total) == expected
 
 
-def test_a_backward_step_leaves_to_later_forward_steps_what_they_can_take() -> None:
-    made = plan(kinds=("forward", "backward", "forward", "fence"), secs=(1.0, 2.0, 1.0, 0.0))
-    assert placed(made, 20) == {"window": 0, "forward": 20, "backward": 0, "fence": 0}
-    assert placed(made, 25) == {"window": 0, "forward": 20, "backward": 5, "fence": 0}
-
-
 timelines = st.lists(
     st.tuples(st.sampled_from(["window", "forward", "backward", "tail"]), st.floats(0, 5)), min_size=1, max_size=30
 ).map(lambda places: IterationForecast((*(k for k, _ in places), "fence"), (*(s for _, s in places), 0.0)))
@@ -72,11 +64,6 @@ def test_every_byte_goes_somewhere_and_nothing_spills_that_windows_take(
         assert found["forward"] == forwards
 
 
-def test_a_window_takes_whole_copies() -> None:
-    assert plan(rate=1.0, unit=3).capacity[1] == 3
-    assert plan(rate=1.0, unit=5).capacity[1] == 0
-
-
 class Copier:
     """Takes turns until it would have to wait."""
 
@@ -85,7 +72,7 @@ class Copier:
 
     def run(self) -> list[Any]:
         gates = []
-        while (turn := self.bubbles._turn([self.nbytes])) is not None:
+        while (turn := self.bubbles.next_turn([self.nbytes])) is not None:
             gates.append(turn.gate)
             assert len(gates) < 1000
         return gates
@@ -105,17 +92,6 @@ def test_a_place_that_was_left_is_over_for_the_host_and_to_come_for_a_device() -
         assert gates.count("c") == (0 if queued else 10)
 
 
-def test_a_missed_window_is_made_up_for_by_later_ones() -> None:
-    made = plan(secs=(0.0, 2.0, 1.0, 3.0, 2.0, 0.0, 1.0, 0.0, 0.5))
-    bubbles = Bubbles(queued=False)
-    bubbles.begin(40, made)
-    bubbles.enter(1, "window", 1)
-    bubbles.enter(2, "forward", 2)
-    assert Copier(bubbles, 1).run() == []
-    bubbles.enter(3, "window", 3)
-    assert len(Copier(bubbles, 1).run()) == 30
-
-
 def test_steps_shorter_than_a_copy_add_up() -> None:
     made = plan(rate=1.0, kinds=("forward",) * 8 + ("fence",), secs=(1.0,) * 8 + (0.0,))
     bubbles = Bubbles(queued=False)
@@ -130,25 +106,14 @@ def test_steps_shorter_than_a_copy_add_up() -> None:
 def test_without_a_plan_and_off_the_plan_copies_go_at_once() -> None:
     bubbles = Bubbles(queued=False)
     bubbles.begin(10, None)
-    assert bubbles._turn([5]) is None, "the trainer still stands at the boundary"
+    assert bubbles.next_turn([5]) is None, "the trainer still stands at the boundary"
     bubbles.enter(1, "start", 0)
-    assert bubbles._turn([5]) == Turn()
+    assert bubbles.next_turn([5]) == Turn()
     bubbles.begin(10, plan())
     bubbles.enter(0, "boundary", 0)
-    assert bubbles._turn([5]) is None
+    assert bubbles.next_turn([5]) is None
     bubbles.enter(1, "backward", 1)
-    assert bubbles._turn([5]) == Turn()
-
-
-def test_hurry_ends_every_wait() -> None:
-    bubbles = Bubbles(queued=False)
-    bubbles.begin(10, plan())
-    bubbles.enter(0, "boundary", 0)
-    hurry = threading.Event()
-    timer = threading.Timer(0.05, hurry.set)
-    timer.start()
-    assert bubbles.wait_turn([5], hurry) == Turn()
-    assert hurry.is_set()
+    assert bubbles.next_turn([5]) == Turn()
 
 
 def iteration(scale: float = 1.0, kinds: tuple[str, ...] = KINDS, secs: tuple[float, ...] = SECS) -> Iteration:
@@ -227,11 +192,3 @@ def test_no_byte_is_counted_twice_or_lost(
                     expected += nbytes
         instants = sum(n for b, e, n in placed if e - b < 1e-6)
         assert abs(moved.get(kind, 0) - expected) <= instants + len(made.kinds) + 1e-3 * expected
-
-
-def test_a_copy_across_spans_is_divided_by_time() -> None:
-    made = iteration()
-    moved = divide([(1.0, 4.0, 300), (6.2, 6.4, 7)], made.kinds, made.edges)
-    assert moved == {"window": 100, "forward": 100, "backward": 100, "optimizer": 7}
-    assert in_windows(moved) == pytest.approx(100 / 307)
-    assert window_share(made) == pytest.approx(0.5)

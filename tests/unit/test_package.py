@@ -201,3 +201,16 @@ def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp
             time.sleep(0.001 * round_)  # any instant
         assert load(path).objects in (b"objects", b"later")
         assert len(list_packages(node_dir)) == 1
+
+
+def test_a_slot_given_up_while_it_is_read_is_no_package(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(arena, 0, 3)
+    read_objects = arena.read_objects
+
+    def late(slot: int) -> memoryview:
+        write(arena, slot, 4)
+        return read_objects(slot)
+
+    monkeypatch.setattr(arena, "read_objects", late)
+    with raises(ArenaError):
+        pack(arena, 0)

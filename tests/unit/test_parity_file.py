@@ -123,7 +123,7 @@ while True:
 
 def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path, file: ParityFile) -> None:
     write(file, OLD, 1)
-    for round_ in range(8):
+    for round_ in range(5):
         with running_python(WRITE, path):
             time.sleep(0.0007 * round_)  # any instant
         found = file.snapshot()

@@ -105,16 +105,6 @@ def test_how_far_all_ranks_came_is_known_when_they_have_left(arena_root: Path) -
     assert again.furthest() == 6
 
 
-def test_a_new_attempt_begins_its_entry_anew(arena_root: Path) -> None:
-    old = Heartbeat.open(arena_root, 0, 1)
-    old.beat(500, "backward")
-    observer, new = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0, 2)
-    (told,) = observer.ranks()
-    assert (told.rank, told.iteration, told.phase, told.beats) == (2, -1, "", 0)
-    new.beat(3, "start")
-    assert observer.ranks()[0].iteration == 3
-
-
 def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
     trainer, other, smp = (
         Heartbeat.open(arena_root, 1),

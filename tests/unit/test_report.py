@@ -24,7 +24,7 @@ from ftckpt.cli.sections import Additions
 from ftckpt.cli.timeline import read_timeline
 from ftckpt.errors import EventLogError
 from tests.support.errors import lacks, raises
-from tests.support.run_logs import EPOCH, LINE, PROTECTION, Logs, RunLogs, check_page
+from tests.support.run_logs import LINE, PROTECTION, Logs, RunLogs, check_page
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -60,16 +60,6 @@ def test_a_noted_fault_is_timed_by_its_note_and_by_when_processes_were_gone(logs
     assert restart.total_secs == pytest.approx(111.1 - 104.0)
 
 
-def test_two_restarts_from_one_snapshot_lose_each_its_own(logs: RunLogs) -> None:
-    """The first is struck before anything is logged beyond the snapshot, the second much later."""
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    logs.attempt("bb", (11, 12), 110.0, 3, 9)
-    logs.attempt("cc", (21, 22), 120.0, 3, 5)
-    logs.attempt("dd", (31, 32), 130.0, 3, 5)
-    logs.losses(*range(1, 11), *range(4, 7), *range(4, 6))
-    assert [restart.iterations_lost for restart in read_history(logs.run).restarts] == [0, 7, 3]
-
-
 def test_a_fault_that_nobody_noted_is_dated_by_the_first_rank_that_fell_silent(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3, protects=False)
     logs.write("rank0", {"event": "fence", "time": 104.2, "rank": 0, "pid": 1, "blocked_secs": 0.0})
@@ -95,20 +85,6 @@ def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
     assert f"<td>{killed}</td><td>memory</td>" in text
     for origin in ("memory: 1", "storage: 1", "memory and storage: 1", "no snapshot: 1"):
         assert f"from {origin}" in text or f", {origin}" in text, origin
-
-
-def test_a_launch_by_another_launcher_is_no_failure(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3, launch="first")
-    logs.attempt("bb", (11, 12), 110.0, 3, 6, launch="first")
-    logs.attempt("cc", (21, 22), 200.0, 5, 9, launch="second", ends=["node n0: rank 0 was ended by SIGTERM"])
-    history = read_history(logs.run)
-    assert [restart.is_failure for restart in history.restarts] == [True, False]
-    assert [restart.name for restart in history.failures] == ["attempt 2"]
-    text = html(logs)
-    assert not lacks(text, "h1>j", "1")
-    assert "SIGTERM" in section(text, "Restarts")
-    logs.write("demo", {"event": "fault", "time": 115.0, "name": "power", "iteration": 6})
-    assert [restart.is_failure for restart in read_history(logs.run).restarts] == [True, True], "somebody noted it"
 
 
 def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -> None:
@@ -237,24 +213,6 @@ def test_of_several_runs_the_one_that_began_last_is_shown_and_the_others_are_nam
     assert history.notes == [
         f"taken from {history.directory}, the newest; there are also {tmp_path}/b/events, {tmp_path}/c/events"
     ]
-
-
-def test_the_timeline_is_that_of_the_run(logs: RunLogs) -> None:
-    Logs(logs.directory).attempt(range(4, 6))
-    write_report(logs.run, logs.run / "report.html")
-    one = section((logs.run / "report.html").read_text(), "One iteration")
-    assert not lacks(one, "5") and "<img" in one
-    assert json.loads((logs.run / "trace.json").read_text())["traceEvents"]
-
-
-@pytest.mark.slow
-def test_a_long_run_stays_below_a_megabyte(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), EPOCH, None, 20_000)
-    logs.attempt("bb", (3, 4), EPOCH + 30_000, 19_999, 24_000)
-    logs.losses(*range(1, 20_001), *range(20_000, 24_001))
-    output = logs.run / "page.html"
-    write_report(logs.run, output)
-    assert output.stat().st_size < 10**6
 
 
 LINES = [

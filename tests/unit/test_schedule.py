@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -31,11 +29,6 @@ def gaps(stages: int, stage: int, micro_batches: int, chunks: int = 1, group: in
     *before, last_window, tail = windows
     assert last_window == 0
     return {place: gap for place, gap in enumerate([*before, tail]) if gap}
-
-
-def acceptable(stages: int, micro_batches: int, group: int) -> bool:
-    rest = micro_batches % group
-    return stages <= group <= micro_batches and (rest == 0 or rest >= stages)
 
 
 @st.composite
@@ -115,11 +108,6 @@ def test_no_step_begins_before_what_it_needs_nor_later_than_it_could(orders: Ord
             free = end
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 7])
-def test_no_pipelining_has_no_windows(micro_batches: int) -> None:
-    assert gaps(1, 0, micro_batches) == {}
-
-
 @given(st.integers(1, 9), st.integers(1, 20))
 def test_1f1b_windows_are_those_of_the_closed_form(stages: int, micros: int) -> None:
     whole = (micros + stages - 1) * 3
@@ -138,28 +126,6 @@ def test_1f1b_windows_are_those_of_the_closed_form(stages: int, micros: int) -> 
         assert found == pytest.approx({place: length for place, length in wanted.items() if length > 0})
 
 
-@given(interleaved_shapes())
-def test_interleaving_divides_the_idle_share_by_the_chunks(shape: tuple[int, int, int, int]) -> None:
-    stages, micros, chunks, group = shape
-    whole = (chunks * micros + stages - 1) * 3
-    for stage in range(stages):
-        found = gaps(stages, stage, micros, chunks, group)
-        assert math.fsum(found.values()) == pytest.approx((stages - 1) / (chunks * micros + stages - 1))
-        assert found.get(0, 0.0) * whole == pytest.approx(stage)
-
-
-@given(st.integers(2, 6), st.integers(1, 24), st.integers(1, 26))
-def test_there_are_no_orders_exactly_where_the_groups_do_not_fit(stages: int, micros: int, group: int) -> None:
-    assert (pipeline_orders(stages, micros, 2, group) is not None) == acceptable(stages, micros, group)
-
-
 @pytest.mark.parametrize("sizes", [(0, 4), (1, 0), (1, 4, 2), (4, 2, 2), (2, 5, 2), (4, 8, 2, 5)])
 def test_sizes_without_orders_have_no_places(sizes: tuple[int, ...]) -> None:
     assert pipeline_orders(*sizes) is None and pipeline_places(sizes[0], 0, *sizes[1:]) is None
-
-
-def test_a_large_pipeline_is_quick() -> None:
-    started = time.process_time()
-    assert math.fsum(gaps(64, 17, 512, 4).values()) == pytest.approx(63 / (4 * 512 + 63))
-    # Far above what it takes, far below a quadratic simulation.
-    assert time.process_time() - started < 5.0

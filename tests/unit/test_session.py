@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from ftckpt.config import Config
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.actions import Divergence, IntervalConclusion
-from ftckpt.session.interval import Interval
 from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
-from ftckpt.session.replica_check import Proofs
-from ftckpt.session.session import SessionState
+from ftckpt.session.replica_check import ReplicaCheck
+from ftckpt.session.session import Interval, SessionState
 from ftckpt.session.vote import TaskState, VoteResult
 
 LINEAGE = b"l" * 16
@@ -65,67 +61,6 @@ def test_what_was_given_up_is_not_tried_again_before_there_is_a_newer_one() -> N
     assert targets.target is None and not targets.pending
     learn(targets, verdict(5))
     assert targets.target == at(5) and targets.pending
-
-
-def test_no_target_is_chosen_while_a_node_could_not_protect_it() -> None:
-    targets = ProtectionScheduler(1)
-    learn(targets, verdict(4), verdict(5, 4, TaskState.CANNOT), verdict(6, -1, TaskState.CANNOT))
-    assert targets.target is None and kept(targets) == set()
-    learn(targets, verdict(7))
-    assert targets.target == at(7)
-    targets.stop()
-    learn(targets, verdict(8))
-    assert targets.target is None
-
-
-def test_a_verdict_about_an_older_target_settles_nothing() -> None:
-    targets = ProtectionScheduler(1)
-    learn(targets, verdict(4), verdict(5, 4), verdict(6, 4))
-    assert targets.protected == at(4) and targets.target == at(5)
-
-
-def test_each_kth_snapshot_is_a_target_and_the_first_one_too() -> None:
-    targets, chosen = ProtectionScheduler(3), []
-    for iteration in range(12):
-        target = targets.target
-        learn(targets, verdict(iteration, target.iteration if target else -1))
-        if targets.target is not None:
-            chosen.append(targets.target.iteration)
-    assert chosen == [0, 3, 6, 9]
-    targets, rounds = ProtectionScheduler(3), [verdict(0), verdict(1, 0), verdict(2)]
-    learn(targets, *rounds, *rounds[2:] * 3)
-    assert targets.protected == at(0) and targets.target is None, "rounds of one snapshot count as one"
-
-
-def test_without_protection_there_is_no_target() -> None:
-    targets = ProtectionScheduler(0)
-    assert learn(targets, verdict(4), verdict(5)) == [] and kept(targets) == set()
-
-
-def test_a_restored_snapshot_is_the_first_target_and_what_was_protected_before_stays() -> None:
-    older, old = SnapshotId(b"o" * 16, 7), SnapshotId(b"o" * 16, 9)
-    targets = ProtectionScheduler(1, protected=older, target=old)
-    learn(targets, verdict(10, 9, TaskState.WORKING))
-    assert kept(targets) == {older, old}
-    learn(targets, verdict(11, 9))
-    assert targets.protected == old and targets.target == at(11)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from(TaskState)), max_size=30), st.integers(1, 3), st.data())
-def test_verdicts_read_at_once_lead_to_the_same_as_one_by_one(
-    rounds: list[tuple[bool, TaskState]], interval: int, data: st.DataObject
-) -> None:
-    """A rank that reads late comes to where the others are."""
-    one, verdicts = ProtectionScheduler(interval), []
-    for iteration, (alike, cover) in enumerate(rounds):
-        target = one.target
-        verdicts.append(verdict(iteration if alike else -1, target.iteration if target else -1, cover))
-        learn(one, verdicts[-1])
-    other = ProtectionScheduler(interval)
-    cut = data.draw(st.integers(0, len(verdicts)))
-    learn(other, *verdicts[:cut])
-    learn(other, *verdicts[cut:])
-    assert (other.protected, other.target) == (one.protected, one.target)
 
 
 GUARDING = ProtectionStatus(alive=True, configured=True, sealed=True)
@@ -208,26 +143,20 @@ def test_that_none_can_be_protected_for_long_is_told_once() -> None:
     assert news.event == "protected" and news.fields["again"]
 
 
-def proven(proofs: Proofs, last: int, steps_from: int) -> list[int]:
+def proven(last: int, steps_from: int, repeats: bool = True) -> list[int]:
     """The snapshots that have a proof; steps are skipped before snapshot ``steps_from``."""
-    found = []
+    replicas, found = ReplicaCheck(repeats, delay=8), []
     for number in range(1, last + 1):
-        if proofs.due(number):
+        if replicas.proof_due(number):
             found.append(number)
-            proofs.learn(number, number >= steps_from)
+            replicas.proved(number, number >= steps_from, changed=False, new_arenas=False)
     return found
 
 
-def test_proofs_come_at_first_and_samples_compare_afterwards() -> None:
-    assert proven(Proofs(repeats=True), 90, steps_from=1) == [1, 2, 4, 8]
-
-
-def test_proofs_are_close_from_where_steps_begin() -> None:
-    assert proven(Proofs(repeats=True), 40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13]
-
-
-def test_without_an_interval_proofs_are_at_the_start_only() -> None:
-    assert proven(Proofs(repeats=False), 40, steps_from=6) == [1]
+def test_proofs_come_at_first_close_from_where_steps_begin() -> None:
+    assert proven(90, steps_from=1) == [1, 2, 4, 8]
+    assert proven(40, steps_from=6) == [1, 2, 3, 4, 5, 6, 7, 9, 13]
+    assert proven(40, steps_from=6, repeats=False) == [1]
 
 
 def test_what_was_proven_last_is_what_is_trusted() -> None:
@@ -253,39 +182,21 @@ def test_what_was_taken_since_all_was_the_same_is_in_doubt_where_a_proof_finds_a
     assert found == [[], [Divergence(-1, 1)], [], [Divergence(2, 3)], [Divergence(2, 4)]]
 
 
+def request(interval: Interval, number: int, stretch: int) -> bool:
+    """Whether this result changes the interval."""
+    return bool(list(interval.learn(VoteResult(number, -1, stretch=stretch))))
+
+
 def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
-    interval = Interval(2, delay=8)
+    interval = Interval(Config(interval=2), delay=8)
     assert [i for i in range(1, 9) if interval.due(i)] == [2, 4, 6, 8]
-    assert interval.learn(4, 3)
-    assert not interval.learn(5, 3)
-    assert not interval.learn(6, 4), "a change that is not in force yet is not changed again"
+    assert request(interval, 4, 3)
+    assert not request(interval, 5, 3)
+    assert not request(interval, 6, 4), "a change that is not in force yet is not changed again"
     assert [i for i in range(9, 40) if interval.due(i)] == [10, 12, 14, 16, 18, 20, 22, 24, 30, 36]
-    assert interval.number == 14
-    assert interval.learn(14, 1)
-    assert [i for i in range(40, 98) if interval.due(i)] == [42, 48, 54, 60, 66, 72, 78, 84, 86, 88, 90, 92, 94, 96]
-
-
-def test_a_rank_that_reads_late_is_due_when_the_others_are() -> None:
-    """However the numbers of iterations jump meanwhile."""
-    punctual, late = Interval(1, delay=8), Interval(1, delay=8)
-    boundaries = [*range(1, 42), 50, 60, 70, 71, 72, 73, *range(80, 120)]
-    taken = []
-    for boundary in boundaries:
-        due = punctual.due(boundary)
-        assert late.due(boundary) == due
-        if punctual.number == 40 and due:
-            punctual.learn(40, 7)
-        if punctual.number == 47 and due:
-            late.learn(40, 7)
-        taken += [boundary] * due
-    assert taken[-4:] == [98, 105, 112, 119]
-
-
-def test_the_interval_of_an_earlier_attempt_is_in_force_from_the_first_boundary_on() -> None:
-    interval = Interval(1, delay=8)
+    assert interval.number == 14 and request(interval, 14, 1)
     interval.resume(7)
-    assert [i for i in range(1, 30) if interval.due(i)] == [7, 14, 21, 28]
-    assert not interval.learn(2, 7) and interval.learn(3, 1)
+    assert [i for i in range(40, 70) if interval.due(i)] == [42, 56]
 
 
 def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
 import pytest
 import torch
-import xxhash
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from test_replicas import in_lockstep
 
-from ftckpt.capture.assignment import Assignment, as_bytes, assign, content_hashes
+from ftckpt.capture.assignment import Assignment, assign
 from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import arena_path
+from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import CUT_BYTES, Gather
-from ftckpt.model.shares import MOST_BYTES, Run, bounded_capacities, choose, deal, equal_cuts, loads, spill
+from ftckpt.model.shares import Run, bounded_capacities, choose, deal, loads, spill
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.restart import Restart
-from ftckpt.session.shard import Proof, Shard
+from ftckpt.restore.search import Found
+from ftckpt.restore.selected_shards import SelectedShards
 from tests.support.errors import raises
 
 SIZE = 6
@@ -62,11 +61,6 @@ def dealt(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[int]
     return [np.diff(cut).tolist() for cut in deal(runs, np.array(private, np.int64), bounded_capacities(capacities))]
 
 
-def loads_of(runs: Sequence[Run], private: Sequence[int], capacities: Sequence[int]) -> list[int]:
-    base = np.array(private, np.int64)
-    return loads(runs, deal(runs, base, bounded_capacities(capacities)), base).tolist()
-
-
 @given(job_runs, private_bytes, capacities_of_ranks)
 def test_every_byte_goes_to_exactly_one_member(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
     cuts = deal(runs, private, bounded_capacities(capacities))
@@ -75,79 +69,6 @@ def test_every_byte_goes_to_exactly_one_member(runs: list[Run], private: np.ndar
         assert (cut[0], cut[-1]) == (0, run.nbytes)
         assert (np.diff(cut) >= 0).all()
     assert loads(runs, cuts, private).sum() == private.sum() + sum(run.nbytes for run in runs)
-
-
-@given(job_runs, private_bytes, capacities_of_ranks)
-def test_who_takes_part_is_filled_to_one_level_and_fuller_ones_get_nothing(
-    runs: list[Run], private: np.ndarray, capacities: list[int]
-) -> None:
-    run = next((run for run in runs if len(run.members) > 1 and not run.equal), None)
-    assume(run is not None)
-    assert run is not None
-    weights = bounded_capacities(capacities)[run.members]
-    (taken,) = dealt([run], private.tolist(), capacities)
-    level = (private[run.members] + taken) / weights
-    for place, nbytes in enumerate(taken):
-        if nbytes > 1:  # rounding can leave a byte anywhere; on a rank without room that is a level of its own
-            others = np.delete(level, place)
-            slack = 2 / weights[place] + 2 / np.delete(weights, place) + 1e-9 * level[place]
-            assert (level[place] <= others + slack).all()
-
-
-@given(st.integers(0, 10**12), st.lists(st.integers(1, 10**12), min_size=2, max_size=9))
-def test_shares_are_proportional_to_capacity_where_nothing_else_is_loaded(nbytes: int, capacities: list[int]) -> None:
-    run = run_of(*range(len(capacities)), nbytes=nbytes)
-    (taken,) = dealt([run], [0] * len(capacities), capacities)
-    for share, capacity in zip(taken, capacities, strict=True):
-        assert abs(share - nbytes * capacity / sum(capacities)) <= 2
-
-
-@given(private_bytes, capacities_of_ranks, sizes, st.integers(0, SIZE - 1), st.integers(0, 10**12))
-def test_more_room_never_means_a_smaller_share(
-    private: np.ndarray, capacities: list[int], nbytes: int, place: int, more: int
-) -> None:
-    run = run_of(*range(SIZE), nbytes=nbytes)
-    before = dealt([run], private.tolist(), capacities)[0]
-    wider = [c + more * (rank == place) for rank, c in enumerate(capacities)]
-    after = dealt([run], private.tolist(), wider)[0]
-    assert after[place] >= before[place] - 2
-    assert all(after[rank] <= before[rank] + 2 for rank in range(SIZE) if rank != place)
-
-
-@given(job_runs, private_bytes, capacities_of_ranks, st.randoms(use_true_random=False))
-def test_runs_are_dealt_alike_in_whatever_order_they_are_given(
-    runs: list[Run], private: np.ndarray, capacities: list[int], random: Random
-) -> None:
-    first = deal(runs, private, bounded_capacities(capacities))
-    order = list(range(len(runs)))
-    random.shuffle(order)
-    second = deal([runs[index] for index in order], private, bounded_capacities(capacities))
-    for place, index in enumerate(order):
-        assert second[place].tolist() == first[index].tolist()
-
-
-@given(job_runs, private_bytes, capacities_of_ranks)
-def test_runs_that_must_stay_equal_do(runs: list[Run], private: np.ndarray, capacities: list[int]) -> None:
-    for run, cut in zip(runs, deal(runs, private, bounded_capacities(capacities)), strict=True):
-        if run.equal:
-            places = len(run.members)
-            assert cut.tolist() == [run.nbytes * place // places for place in range(places + 1)]
-
-
-@given(st.integers(0, 1 << 60), st.integers(1, 20_000))
-def test_equal_cuts_are_exact_at_any_size(nbytes: int, places: int) -> None:
-    cuts = equal_cuts(nbytes, places)
-    for place in {0, 1, places // 2, places - 1, places}:
-        assert cuts[place] == nbytes * place // places
-
-
-@given(st.integers(0, 10**15), st.integers(0, 10**12), st.integers(2, 40), st.integers(0, 10**12))
-def test_equal_capacities_and_loads_give_exactly_the_equal_cut(
-    nbytes: int, capacity: int, places: int, load: int
-) -> None:
-    run = run_of(*range(places), nbytes=nbytes)
-    (cut,) = deal([run], np.full(places, load), bounded_capacities([capacity] * places))
-    assert cut.tolist() == [nbytes * place // places for place in range(places + 1)]
 
 
 def test_tied_embeddings_go_to_the_stage_with_windows() -> None:
@@ -160,14 +81,6 @@ def test_tied_embeddings_go_to_the_stage_with_windows() -> None:
     assert chosen.spill == (2 * (2 * GB + 3 * GB // 4 - GB), 2 * GB)
 
 
-def test_sets_that_cannot_move_are_loaded_first_and_small_sets_before_large_ones() -> None:
-    every, pair = run_of(0, 1, 2, nbytes=300), run_of(0, 1, nbytes=100)
-    assert dealt([every, pair], [0, 200, 0], [100, 100, 100]) == [[100, 0, 200], [100, 0]]
-    protected = run_of(1, 2, 3, nbytes=300, equal=True)
-    assert dealt([pair, protected], [0] * 4, [100] * 4) == [[100, 0], [100] * 3]
-    assert loads_of([every, pair], [0, 200, 0], [100, 100, 100]) == [200, 200, 200]
-
-
 @pytest.mark.parametrize("capacities", [[0, 0, 0], [0, 0, 10**6], [0, 10**6, 10**6]])
 def test_a_rank_without_room_gets_next_to_nothing_unless_none_has(capacities: list[int]) -> None:
     (taken,) = dealt([run_of(0, 1, 2, nbytes=300_000)], [0, 0, 0], capacities)
@@ -175,18 +88,6 @@ def test_a_rank_without_room_gets_next_to_nothing_unless_none_has(capacities: li
     for rank in range(3):
         due = 300_000 / len(with_windows) if rank in with_windows else 0
         assert abs(taken[rank] - due) <= 2
-
-
-def test_capacities_of_any_size_are_taken() -> None:
-    assert bounded_capacities([-5, 0, 7, 1 << 70]).tolist() == [1, 1, 7, MOST_BYTES]
-    size = 16_384
-    run = run_of(*range(size), nbytes=10**14)
-    (taken,) = dealt([run], [10**12] * size, [1 << 70] * size)
-    assert max(taken) - min(taken) <= 1
-
-
-def test_spill_is_what_exceeds_capacity() -> None:
-    assert spill(np.array([5, 10, 0]), np.array([7, 4, 0])) == 6
 
 
 @pytest.mark.parametrize(
@@ -223,11 +124,6 @@ def test_chosen_shares_never_spill_more_than_equal_ones(
     total = int(private.sum()) + sum(run.nbytes for run in runs)
     assert chosen.weighted == (100 * (chosen.spill[0] - chosen.spill[1]) > total) or not chosen.weighted
     assert chosen.spill[1] <= chosen.spill[0]
-
-
-def test_without_capacities_shares_are_equal_and_nothing_is_predicted() -> None:
-    chosen = choose([run_of(0, 2, nbytes=9)], np.zeros(3, np.int64), None)
-    assert (chosen.weighted, chosen.spill, chosen.cuts[0].tolist()) == (False, None, [0, 4, 9])
 
 
 class LoneGroup:
@@ -338,14 +234,6 @@ def test_nothing_is_proven_where_no_rank_has_anything_to_prove(derives: str, mon
         assert looks(found) == ([True, True, False, True], True)
 
 
-def test_a_proof_of_nothing_waits_for_nobody() -> None:
-    """The group would raise: there is none."""
-    shard = object.__new__(Shard)
-    shard._assignment = SimpleNamespace(belief=SimpleNamespace(needed=False))  # type: ignore[assignment]
-    shard.capture = SimpleNamespace()  # type: ignore[assignment]
-    assert shard.prove(late=True, stepped=False, whole=None) == Proof(True, changed=False, new_arenas=False)
-
-
 @pytest.mark.parametrize("told", [[0] * 4, [1 << 40] * 4, [150_000] * 4, [200_000, 150_000, 150_000, 160_000]])
 def test_capacities_that_change_nothing_leave_every_manifest_as_it_was(told: list[int]) -> None:
     plain, found = assigned([None] * 4), assigned([told] * 4)
@@ -380,17 +268,11 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
 
     def run(rank: int, gather: Gather) -> list[int] | None:
         group = cast(Group, LoneGroup(rank, 4, gather))
-        restart = Restart(group, Topology(rank, tuple(members), {}), arena_root, Events(None, rank))
-        try:
-            restart.void_newer(decision)
-            return restart.capacities()
-        finally:
-            restart.close()
+        arenas = OpenArenas(arena_root)
+        with closing(arenas):
+            context = RestoreContext(group, Topology(rank, tuple(members), {}), Events(None, rank), arenas)
+            chosen = SelectedShards(context, Found(decision, arenas.shard))
+            chosen.join(group.gather(chosen.describe()))
+            return chosen.capacities()
 
     assert in_lockstep(run, 4) == [told if case == "all" else None] * 4
-
-
-def test_contents_read_together_are_those_of_each_alone() -> None:
-    sizes = (0, 5, 3, 1 << 20, 7, (1 << 20) - 4, 9)
-    tensors = [as_bytes(torch.arange(size) + size) for size in sizes]
-    assert content_hashes(tensors) == [xxhash.xxh3_64_intdigest(tensor.numpy().data) for tensor in tensors]

@@ -17,7 +17,7 @@ from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import node_directory
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.slot_allocator import SlotAllocator
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, ranks, settle, start, stop, write
 from tests.support.waiting import until
 from tests.unit.test_arena import MANIFEST
 
@@ -112,24 +112,22 @@ def test_only_what_a_start_has_left_is_waited_for(member: Rank, slow: SlowMemory
     assert complete(member) == [1]
 
 
-def test_a_slot_is_one_when_the_training_thread_takes_it(member: Rank) -> None:
-    assert member.arenas.complete(member.have) == []
-    supply = member.arenas._supply
-    assert supply is not None
-    until(lambda: supply.ended, "memory", SECS)
-    assert not member.have.allocated(1), "an arena that training looks at changes below it"
-    assert len([name for name in slot_files(member) if name.startswith(".")]) == 2
-    assert member.arenas.complete(member.have) == [1, 2]
-
-
-@pytest.mark.parametrize("when", ["half made", "made", "taken"])
-@pytest.mark.parametrize("way", ["release", "leave", "replace"])
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [
+        ("half made", "release"),
+        ("made", "release"),
+        ("taken", "release"),
+        ("half made", "leave"),
+        ("made", "replace"),
+    ],
+)
 def test_a_rank_that_ends_meanwhile_leaves_no_half_made_slot(
     member: Rank, slow: SlowMemory, when: str, way: str
 ) -> None:
     assert member.arenas.complete(member.have) == []
     assert slow.asked.wait(SECS)
-    supply = member.arenas._supply
+    supply = member.arenas.allocator
     assert supply is not None
     if when != "half made":
         slow.go.set()
@@ -167,42 +165,6 @@ def test_a_rank_that_was_killed_meanwhile_leaves_no_memory_to_the_next_start(mem
     again.arenas.entry.enter()
     assert slot_files(member) == ["slot0.safetensors"]
     again.arenas.release()
-
-
-def test_an_arena_that_has_gone_is_told(member: Rank, slow: SlowMemory) -> None:
-    slow.go.set()
-    member.have.remove()
-    assert complete(member) == []
-    event, fields = member.events.all[-1]
-    assert event == "arena_problem" and str(fields["problems"])
-
-
-def test_slots_are_allocated_by_threads_near_the_device(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tmpfs takes memory of the NUMA node on whose cores it is asked for: at start, and while training runs."""
-    core, own = {max(os.sched_getaffinity(0))}, os.sched_getaffinity(0)
-    seen: list[set[int]] = []
-    fallocate = os.posix_fallocate
-
-    def watched(fd: int, offset: int, length: int) -> None:
-        seen.append(os.sched_getaffinity(0))
-        fallocate(fd, offset, length)
-
-    monkeypatch.setattr(os, "posix_fallocate", watched)
-    (member,) = members = ranks(arena_root, 1, slots=2)
-    member.arenas.cores = core
-    assert start(member) == [0, 1] and len(seen) == 3, "a control block and two slots"
-    member.have.close()
-    (member.have.path / "slot1.safetensors").write_bytes(b"damaged")
-    member.arena = member.arenas.open(member.manifest(), KEEP)
-    assert len(seen) == 4 and seen == [own, *[core] * 3] and os.sched_getaffinity(0) == own
-    end(members)
-
-
-def test_ranks_of_a_node_get_their_slots_at_the_same_time(arena_root: Path) -> None:
-    members = ranks(arena_root, 3, slots=2)
-    assert on_all(members, start) == [[0, 1]] * 3
-    end(members)
-    assert list(arena_root.iterdir()) == []
 
 
 def test_slots_get_their_memory_when_all_ranks_are_through(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

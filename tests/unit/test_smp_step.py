@@ -59,7 +59,7 @@ class Step:
             (here / name).write_text(text)
             (here / name).chmod(0o755)
         self._command = ["bash", str(ROOT / "launch" / self.SCRIPT), "job", str(here / "memory"), persists]
-        self._env = {
+        self.env = {
             **os.environ, "PATH": f"{here}:{os.environ['PATH']}", "FTCKPT_PYTHON": str(here / "python3"),
             "FTCKPT_SAVE_SECS": "4", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": "n",
             "SLURM_RESTART_COUNT": "2",
@@ -68,7 +68,7 @@ class Step:
     def end(self, told: bool = True) -> tuple[int, list[str]]:
         """The code with which it ends, and what was called."""
         said = (self.here / "said").open("w")
-        with said, subprocess.Popen(self._command, env=self._env, stdout=said) as process:
+        with said, subprocess.Popen(self._command, env=self.env, stdout=said) as process:
             try:
                 if told:
                     until((self.here / "runs").exists, "the SMP does not run")
@@ -132,7 +132,7 @@ def test_the_end_of_the_smp_is_that_of_the_step(tmp_path: Path) -> None:
 
 def test_an_smp_that_does_not_end_is_killed(tmp_path: Path) -> None:
     step = Step(tmp_path, "1", ("RUNNING", STAYS))
-    step._env["FTCKPT_SMP_END_SECS"] = "1"
+    step.env["FTCKPT_SMP_END_SECS"] = "1"
     (tmp_path / "deaf").touch()
     assert step.end() == (143, ["ended"])
 
@@ -145,7 +145,7 @@ class PodStep(Step):
     def __init__(self, here: Path, *, has_memory: bool = True) -> None:
         super().__init__(here, "", ("", ""))
         (self.memory / "n" / (".mirror" if not has_memory else "dp0.00000000")).mkdir(parents=True)
-        self._env |= {"FTCKPT_NODE": "n", "FTCKPT_SAVE_SECS": "7"}
+        self.env |= {"FTCKPT_NODE": "n", "FTCKPT_SAVE_SECS": "7"}
 
 
 def test_a_pod_that_goes_saves_and_keeps_its_memory(tmp_path: Path) -> None:

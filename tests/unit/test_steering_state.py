@@ -14,9 +14,8 @@ from torch import nn
 from ftckpt.errors import MismatchError
 from ftckpt.frameworks import optimizers
 from ftckpt.frameworks.flags import TrainingFlags
-from ftckpt.frameworks.generators import as_object, generators_in
 from ftckpt.frameworks.late_changes import LateChanges
-from ftckpt.frameworks.tensors import unwrapped
+from ftckpt.frameworks.torch_state import as_object, generators_in
 from tests.support.errors import raises
 
 
@@ -84,16 +83,6 @@ def test_generators_of_modules_are_found_once_by_name() -> None:
     assert list(generators_in(model.named_modules())) == ["ftckpt.generator 0.drops", "ftckpt.generator 1.jitter"]
 
 
-def test_names_are_free_of_wrappers() -> None:
-    named = [
-        ("_orig_mod.a._checkpoint_wrapped_module.b", 1),
-        ("a._orig_mod", 2),
-        ("_orig_mod", 3),
-        ("my_orig_mod.a", 4),
-    ]
-    assert [name for name, _ in unwrapped(named)] == ["a.b", "a", "", "my_orig_mod.a"]
-
-
 def test_fused_optimizers_of_one_algorithm_are_one_kind() -> None:
     fused = SimpleNamespace(adam_w_mode=1)
     optimizers.check_kind(fused, optimizers.kind_of(SimpleNamespace(adam_w_mode=True)))
@@ -103,19 +92,6 @@ def test_fused_optimizers_of_one_algorithm_are_one_kind() -> None:
             optimizers.check_kind(other, kind)
     with raises(MismatchError, "1", "2"):
         optimizers.load_groups(sgd, [{}, {}])
-
-
-def test_each_parameter_counts_its_own_steps() -> None:
-    """Megatron-LM's loading leaves one ``step`` for all parameters of torch's Adam."""
-    parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
-    inner, step = torch.optim.AdamW(parameters), torch.tensor(5.0)
-    for parameter in parameters[:2]:
-        inner.state[parameter] = {"step": step, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
-    optimizers.materialise(inner)
-    for parameter in parameters:
-        parameter.grad = torch.ones(3)
-    inner.step()
-    assert [float(inner.state[parameter]["step"]) for parameter in parameters] == [6.0, 6.0, 1.0]
 
 
 def late(changes: list[str], frozen: tuple[str, ...] = ()) -> list[str]:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftckpt.cli.figures import merged, shown
+from ftckpt.cli.figures import shown
 from ftckpt.cli.figures import timeline as drawn
 from ftckpt.cli.history import read_history
 from ftckpt.cli.sections import Additions, sections_of
-from ftckpt.cli.timeline import Copy, Timeline, parse_rank, read_timeline, trace_of
+from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
 from ftckpt.errors import EventLogError
 from tests.support.errors import lacks, raises
 from tests.support.run_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
@@ -34,13 +34,6 @@ def one(tmp_path: Path, **layout: int) -> Timeline:
     written = Logs(tmp_path / "run" / "events", **layout)
     written.attempt(range(4, 6))
     return read_timeline(tmp_path / "run")
-
-
-def alone(logs: Logs, **fields: Any) -> Timeline:
-    """Rank 0's timeline with other fields."""
-    who = {"rank": 0, "pid": 100, "time": EPOCH}
-    logs.append(0, {"event": "restored", "iteration": None, "lineage": "aa", **who}, {**LINE, **fields})
-    return read_timeline(logs.directory)
 
 
 def table(found: Timeline, logs: Path) -> list[dict[str, str]]:
@@ -68,27 +61,6 @@ def test_of_an_iteration_that_was_trained_twice_the_later_is_taken_and_never_a_m
     assert read_timeline(logs.directory).ranks[0].begin > EPOCH + 3000
 
 
-def test_the_first_iteration_after_a_start_is_taken_only_if_there_is_no_other(logs: Logs) -> None:
-    logs.attempt(range(5, 6))
-    assert read_timeline(logs.directory).iteration == 5
-    logs.attempt(range(1, 6))
-    logs.attempt(range(15, 19))
-    assert read_timeline(logs.directory).iteration == 5
-    logs.attempt(range(20, 26))
-    assert read_timeline(logs.directory).iteration == 25
-
-
-def test_of_several_directories_the_newest_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
-    old, new = Logs(tmp_path / "a"), Logs(tmp_path / "b" / "c")
-    old.attempt(range(1, 8))
-    new.attempt(range(1, 4), every=100)
-    assert read_timeline(tmp_path).directory == old.directory, "the other has no timeline"
-    new.attempt(range(1, 8))
-    found = read_timeline(tmp_path)
-    assert found.directory == new.directory
-    assert found.notes == (f"taken from {new.directory}, the newest; there are also {old.directory}",)
-
-
 @pytest.mark.parametrize(
     ("prepare", "iteration", "said"),
     [
@@ -103,15 +75,6 @@ def test_errors_say_what_is_missing(logs: Logs, prepare: Any, iteration: int | N
     with raises(EventLogError, *said.split()) as caught:
         read_timeline(logs.directory, iteration)
     assert "\n" not in str(caught.value)
-
-
-def test_ranks_are_sorted_by_stage(tmp_path: Path) -> None:
-    written = Logs(tmp_path / "events", pp=2, dp=2)
-    written.coords.reverse()
-    written.attempt(range(4, 6))
-    found = read_timeline(tmp_path)
-    assert [(rank.stage, rank.rank) for rank in found.ranks] == [(0, 2), (0, 3), (1, 0), (1, 1)]
-    assert found.origin == min(rank.begin for rank in found.ranks)
 
 
 def check_trace(trace: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
@@ -158,23 +121,12 @@ def test_the_trace_has_a_process_for_each_node_and_a_thread_for_each_rank(tmp_pa
     assert {event["cat"] for event in trace["traceEvents"] if event.get("name") == "window"} == {"bubble"}
 
 
-def test_a_copy_before_the_boundary_moves_second_0(logs: Logs) -> None:
-    threads = check_trace(trace_of(alone(logs, copies=[[-0.25, -0.125, 1], [-0.2, 0.5, 1]])))
-    assert threads["rank 0 copy"] == [(0.0, 125e3, "rank 0 copy"), (50e3, 750e3, "rank 0 copy")]
-    assert threads["ranks/rank 0 pp0 tp0 dp0"][0][0] == 250e3
-
-
 def test_beyond_64_ranks_one_of_each_stage_is_drawn(tmp_path: Path) -> None:
     assert len(shown(one(tmp_path / "64", pp=4, tp=4, dp=4))) == 64
     found = one(tmp_path / "80", pp=4, tp=5, dp=4)
     assert [dict(rank.coords) for rank in shown(found)] == [{"tp": 0, "pp": pp, "dp": 0} for pp in range(4)]
     assert drawn(found).startswith(b"\x89PNG") and len(table(found, tmp_path / "80")) == 4
     assert len(check_trace(trace_of(found))) == 160
-
-
-def test_adjacent_copies_are_drawn_as_one() -> None:
-    chunks = [Copy(n / 1000, (n + 1) / 1000, 2) for n in range(1000)] + [Copy(2.0, 2.1, 3)]
-    assert list(merged(chunks, 0.0005)) == [Copy(0.0, 1.0, 2000), Copy(2.0, 2.1, 3)]
 
 
 def test_the_table_adds_up(tmp_path: Path) -> None:
@@ -187,12 +139,6 @@ def test_the_table_adds_up(tmp_path: Path) -> None:
     assert row["copied in forward"] == row["elsewhere"] == "0 B"
     assert rank.bytes_of("windows") + rank.bytes_of("backward") == rank.total_bytes == len(rank.copies) * CHUNK_BYTES
     assert not lacks(found.summary, "2.00")
-
-
-def test_bytes_of_start_and_tail_count_as_windows_and_unknown_places_as_elsewhere(logs: Logs) -> None:
-    found = alone(logs, moved_bytes={"start": 1, "window": 2, "tail": 4, "fence": 8, "optimizer": 16, "new": 32})
-    (row,) = table(found, logs.directory)
-    assert (row["copied in windows"], row["copied in fence"], row["elsewhere"]) == ("7 B", "8 B", "48 B")
 
 
 def broken() -> st.SearchStrategy[bytes]:
@@ -226,8 +172,3 @@ def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, line: bytes
         return
     check_trace(trace_of(found))
     assert found.summary
-
-
-def test_names_from_a_log_are_no_markup_and_no_control_characters() -> None:
-    with pytest.raises(ValueError):
-        parse_rank({**LINE, "coords": {"pp\x1b[31m": 0}})

@@ -6,15 +6,23 @@ For tests, benchmarks and the demo: FTCKPT_DEVICE=tests.support.standin:cpu. Wha
 * tensor factories and `Tensor` methods (cuda.py): `device="cuda"` is written out everywhere.
 * `torch.distributed` (distributed.py): "nccl" becomes gloo, and gloo learns what only NCCL does.
 * details of Megatron's modules (megatron.py), fixed when those modules are imported.
-* `multiprocessing` (spawn.py): processes that are spawned get the stand-in too.
+* `multiprocessing`: processes that are spawned get the stand-in too, before they import anything else. Megatron's
+  checkpoint writers spawn: such a child starts a new interpreter and imports the training script again, which fails
+  without CUDA. Forked children have the stand-in from their parent.
 * the compiler: 0.16.1 compiles its fused functions at first use, minutes on a small machine; eager
   execution gives the same bits in every run.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing.spawn
 import os
+import threading
+import time
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +30,14 @@ import torch
 from tests.support.standin.cuda import install_cuda, install_tensor
 from tests.support.standin.distributed import install_distributed
 from tests.support.standin.megatron import install_megatron
-from tests.support.standin.spawn import install_spawn
 
+_ROOT = str(Path(__file__).resolve().parents[3])
+# As `-c` starts the child, its sys.path need not hold this package yet: the parent's is passed on later.
+_PROLOGUE = (
+    f"import sys; sys.path.append({_ROOT!r}); from tests.support import standin; standin.install(); "
+    "standin.end_with({parent}); "
+)
+_POLL_SECS = 0.5
 _installed = False
 
 
@@ -50,7 +64,7 @@ def install() -> None:
     install_tensor()
     install_distributed()
     install_megatron()
-    install_spawn()
+    multiprocessing.spawn.get_command_line = _with_prologue(multiprocessing.spawn.get_command_line)
     # 0.16.1 calls collectives by their older names.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
@@ -67,3 +81,26 @@ def _disable_compiler() -> None:
         return model if model is not None else (lambda function: function)
 
     torch.compile = compile_
+
+
+def end_with(parent: int) -> None:
+    """End this process once its parent has ended, which may be killed, or leave without cleaning up."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ends-with-parent", daemon=True).start()
+
+
+def _with_prologue(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @functools.wraps(original)
+    def get_command_line(**kwargs: object) -> list[str]:
+        line = original(**kwargs)
+        if "-c" in line:  # not in a frozen program
+            program = line.index("-c") + 1
+            line[program] = _PROLOGUE.format(parent=os.getpid()) + line[program]
+        return line
+
+    return get_command_line

@@ -83,13 +83,6 @@ def test_the_nodes_of_pages_are_nodes_of_this_machine() -> None:
     assert nodes.total() == 100 and set(nodes) <= there
 
 
-@known
-def test_pages_that_are_not_there_are_on_no_node() -> None:
-    slot = shared_slot(100 * PAGE)
-    touch(slot[: 30 * PAGE], bool)
-    assert nodes_of(slot).total() == 30
-
-
 def test_of_another_machine_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert not nodes_of(shared_slot(PAGE)) and not nodes_of(shared_slot(PAGE)[:0])
