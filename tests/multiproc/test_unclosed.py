@@ -26,7 +26,7 @@ import ftckpt.torch, ftckpt.torch.geometry, ftckpt.torch.hooks, ftckpt.torch.sta
 from ftckpt.capture import copier
 from ftckpt.config import Config
 from ftckpt.frameworks import launcher
-from ftckpt.session import missing_close
+from ftckpt.session import reminders
 
 def train(arena, last, end):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -42,8 +42,8 @@ def train(arena, last, end):
 
 def under_a_runner(arena, end):
     def main(argv):
-        importlib.reload(missing_close)  # a runner's script loads it, after the runner
-        job = missing_close.OpenJob(Config(job="j"))
+        importlib.reload(reminders)  # a runner's script loads it, after the runner
+        job = reminders.OpenJob(Config(job="j"))
         job.begin(Path(arena), 3)
         exec(end)
         return 0
