@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 ROOT = Path(__file__).parents[2]
 # Each script is a fork, which ends as an interpreter does: importing torch would take most of the time.
 SCRIPTS = """
-import gc, importlib, json, os, sys, time
+import gc, importlib, json, os, sys, threading, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -65,7 +65,10 @@ run(under_a_runner, runners)
 run(train, scripts)
 """
 COPYING = """
-def copy_for_long(*arguments):
+begun = threading.Event()
+
+def copy_for_long(*arguments, begun=begun):
+    begun.set()
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         torch.ones(1).view(1)
@@ -73,6 +76,9 @@ def copy_for_long(*arguments):
 copier.copy_chunk = copy_for_long
 optimizer.step()
 checkpointer.step(last + 1)
+model(torch.ones(1, 4))
+assert begun.wait(20)
+time.sleep(0.05)  # in the middle of one
 """
 FORGETTING = """
 for _ in range(60):
