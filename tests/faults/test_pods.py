@@ -141,7 +141,7 @@ def _lock_holders(pod: Pod) -> set[int]:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     env = {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1", "FTCKPT_DEVICE": "tests.support.standin:cpu", "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0",
     }  # fmt: skip
     secret = {"run1-ftckpt": {"secret": os.urandom(32)}}
     with Cluster(Provided(python_image(), env, {"checkpoints": tmp_path}, secret)) as one:
