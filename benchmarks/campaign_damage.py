@@ -1,4 +1,4 @@
-"""What the fault campaign does to the memory of a job whose trainers are dead, and what that leaves to promise."""
+"""The damage that the fault campaign does to the memory of a job without trainers, and the promise that remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ftckpt.parity.survive import Forecast
 
 @dataclass
 class Job:
-    """Where the memory of a job lies, what was in it before any damage, and what was damaged.
+    """The memory of a job: its folder, its content before any damage, and the damage.
 
     ``whole`` and ``protected`` are iterations, -1: none. ``sealed`` has the iterations in the slots of each shard.
     ``lost_packages`` are pairs of shard and node. ``head`` is the lineage that a start finds.
@@ -63,7 +63,7 @@ class Job:
         if not (self.lost_shards or self.lost_nodes or self.lost_packages):
             sealed = set[int].intersection(*self.sealed.values()) if self.doubts(self.whole) else {self.whole}
             return max((one for one in sealed if one <= self.whole and not self.doubts(one)), default=None)
-        # Two arenas of a shard: it was laid out anew, and what is protected in which of them is not asked here.
+        # Two arenas of a shard: slots were reallocated, and this does not track which of them is protected.
         if self.protected < 0 or self.doubts(self.protected) or len(self.holdings) > len(self.sealed):
             return None
         groups = peer_groups(self.holdings, self.modes) + slot_groups(self.holdings)
@@ -103,7 +103,7 @@ def survey(folder: Path, modes: Modes) -> Job:
 
 
 def lose_node(job: Job, dice: random.Random) -> None:
-    """Delete all that lies on a node; its SMP was killed before."""
+    """Deletes all memory of a node; its SMP was killed before."""
     nodes = sorted({path.parent.name for path in job.arenas()})
     node = dice.choice(nodes)
     shutil.rmtree(job.folder / node)

@@ -1,5 +1,5 @@
-"""What a rank of the fault campaign trains: state that is a pure function of rank and iteration, so that any instant
-of it can be checked without another run."""
+"""A rank of the fault campaign: its state is a pure function of rank and iteration, so that any instant of it can be
+verified without another run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHARED, PRIVATE, SMALL = 60_000, 50_000, 100
 """Elements of what all ranks hold alike, of what each holds alone, and of a tensor that changes anywhere."""
 
 SAMPLE_BYTES = 1 << 16
-"""What a sample compares of the largest replica set here, for more than one position."""
+"""The size of a sample, so that the largest replica set here has more than one position."""
 POSITIONS = -(-4 * SHARED // SAMPLE_BYTES)
 
 # Long enough for an SMP to check and cover some snapshots on a few cores, not all of them.
@@ -145,7 +145,7 @@ class KnownState:
         """See TrainingState."""
 
     def advance(self, iteration: int) -> None:
-        """What optimizer and script do in an iteration."""
+        """The effect of optimizer and script in an iteration."""
         self.iteration = iteration
         for tensor, expected in zip(self._tensors(), self._expected(iteration, self.rank), strict=True):
             tensor.copy_(expected)
@@ -192,8 +192,8 @@ def train(rank: int, world_size: int, plan: Plan) -> Ended:
     """Restore, check every bit, train, end well."""
     logging.getLogger("ftckpt").setLevel(logging.CRITICAL)  # what happens here is meant to happen
     node = plan.nodes[rank]
-    os.environ["FTCKPT_NODE"] = node  # of which launcher runs are told apart
-    tempfile.tempdir = None  # drawn anew from this attempt's environment
+    os.environ["FTCKPT_NODE"] = node  # it distinguishes launcher runs
+    tempfile.tempdir = None  # read again from this attempt's environment
     if rank == plan.stray:
         move_into_a_container(Path(plan.settings["arena"]), shares_memory=False)
     run = launcher_run(os.environ)
@@ -243,7 +243,7 @@ def _step(plan: Plan, checkpointer: Checkpointer, state: KnownState, iteration: 
 
 
 def _inherit(how: str, checkpointer: Checkpointer, state: KnownState, folder: Path) -> None:
-    """What a forked child does with what it has inherited; one that stays does so until ``folder`` has gone."""
+    """The actions of a forked child on its inherited state; one that stays ends when ``folder`` is removed."""
     signal.alarm(120)  # it ends, whatever it waits for
     if "use" in how:
         checkpointer.fence()

@@ -88,7 +88,7 @@ class Side:
             self._system.fence()
 
     def cpu_ms(self) -> tuple[float, float]:
-        """Of an iteration: the machine's and this process's."""
+        """The machine's and this process's, per iteration."""
         return statistics.median(self._machine_secs) * 1e3, statistics.median(self._process_secs) * 1e3
 
 

@@ -48,7 +48,7 @@ _GRACE_SECS = 70.0
 """Longer than a collective of the pool waits: a child may keep the connections of a rank that has ended."""
 
 _DEADLINE_SECS = 6.0
-"""Of a group whose rank is stopped for half as long again."""
+"""The deadline of a group, one of whose ranks is stopped for 1.5 times as long."""
 _ITERATIONS_AFTER = 60
 """After trouble, until which it must be over."""
 _PROOFS = (1, 2, 4, 8)
@@ -58,7 +58,7 @@ _LOST = re.compile(r"^(?:ftckpt\.errors\.)?LostError: (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Shape:
-    """What was drawn for one trial."""
+    """The random choices of one trial."""
 
     nodes: tuple[str, ...]
     settings: dict[str, Any]
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def env(self) -> dict[str, str]:
-        """Of all attempts: those of one launcher run."""
+        """Variables of all attempts, which belong to one launcher run."""
         return {"FTCKPT_RUN": self.settings["job"], "TMPDIR": str(Path(self.settings["arena"]) / "tmp")}
 
 
@@ -151,7 +151,7 @@ def judge(results: Sequence[RankResult], memory: Job) -> tuple[str, int | None, 
             return "wrong", start, f"started from {sorted(starts, key=str)}, wrong: {sorted(wrong)}"
         # Where all of every node is gone nothing can know of a snapshot: a fresh start is right.
         if start is None and memory.whole >= 0 and not memory.all_lost:
-            return "wrong", start, f"began anew although iteration {memory.whole} was whole"
+            return "wrong", start, f"started from scratch although iteration {memory.whole} was committed"
         if start is not None and memory.doubts(start):
             return "wrong", start, f"iteration {start} is doubtful"
         if promise is not None and promise >= 0 and (start is None or start < promise):
@@ -225,7 +225,7 @@ def _outlast(dice: random.Random, ranks: RankGroup, progress: Path, shape: Shape
 
 
 def unmet(trouble: Trouble, reached: int, before: Job, after: Job, events: Sequence[dict[str, Any]]) -> str:
-    """What of a promise about ``trouble`` does not hold; it came at ``reached``, where memory was as ``before``."""
+    """The broken promise about ``trouble``, or ""; it came at ``reached``, when memory was as in ``before``."""
     world_size, drift = len(after.sealed), trouble.iteration
     if trouble.kind == "back":
         off = sum(event["event"] == "turned_off" for event in events)

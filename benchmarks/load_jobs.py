@@ -81,7 +81,7 @@ def _plain(case: Case, loads: bool) -> TrainingJob:
 
 
 class Framework(NamedTuple):
-    """How to build its job (``loads``: the peer will load), the peer, modules that scripts import first, ranks by
+    """The builder of its job (``loads``: the peer will load), the peer, modules that scripts import first, ranks by
     layout (``same``: as saved), and whether it trains on the stand-in for CUDA."""
 
     build: Callable[[Case, bool], TrainingJob]

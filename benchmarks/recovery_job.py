@@ -53,13 +53,13 @@ class Stamps:
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around(original, ...)`` in the place of a function."""
+    """Replaces a function by ``around(original, ...)``."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
 
 
 class Disk:
-    """Checkpoints of a job on storage, the newest of which a start loads. Collective."""
+    """Checkpoints of a job on storage; a start loads the newest. Collective."""
 
     def __init__(self, framework: str, folder: Path) -> None:
         from benchmarks.checkpoints import Fsdp2Dcp, TorchDist, Universal

@@ -93,7 +93,7 @@ def limited(group: str) -> Iterator[None]:
 
 
 def _procs_of(root: Path) -> Path:
-    """Where this process is now in the hierarchy at ``root``."""
+    """The ``cgroup.procs`` of this process in the hierarchy at ``root``."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, place = line.split(":", 2)
         if root.name in controllers.split(",") or (root == _V2 and number == "0"):

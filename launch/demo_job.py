@@ -34,7 +34,7 @@ LOST_NODE, REPLACEMENT = "node1", "node2"
 RANKS_PER_NODE = 4
 WORLD_SIZE = RANKS_PER_NODE * len(NODES)
 LAYOUTS = ("tp2pp2dp2", "tp2pp1dp2")
-"""Of eight ranks, and of the four of one node."""
+"""The layouts of eight ranks, and of the four ranks of one node."""
 
 # Small chunks and objects for a small model: a slot must have several chunks, and arenas, parity and packages of both
 # nodes must fit the 64 MB of /dev/shm that containers often have.

@@ -1,4 +1,4 @@
-"""What the example scripts train on and share: the Python standard library's sources, byte by byte."""
+"""Data and helpers of the example scripts: the Python standard library's sources, byte by byte."""
 
 from __future__ import annotations
 
@@ -90,6 +90,6 @@ def write_line(log: Path | None, metrics: Mapping[str, Any]) -> None:
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    """Of a tensor's bytes."""
+    """The SHA-256 of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()

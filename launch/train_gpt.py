@@ -384,7 +384,7 @@ def make_digester(job: Job) -> Any:
 
 
 def log_digest(job: Job, restored: bool = False) -> None:
-    """Of weights, masters and moments as all ranks together hold them."""
+    """Logs a digest of the weights, masters and moments of all ranks."""
     until = job.args.digest_until
     if job.digester is not None and (restored or until is None or job.iteration <= until):
         line = {"iteration": job.iteration, "restored": restored, "digest": job.digester()}

@@ -129,7 +129,7 @@ class Job:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """What a restart must bring back beside model, optimizer and scheduler."""
+        """Objects that a restart must restore, besides model, optimizer and scheduler."""
         return {"data": self.data, "progress": self.progress, "scaler": self.scaler}
 
 

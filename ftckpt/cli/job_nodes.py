@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 from ftckpt.errors import ArenaError, FtckptError, SmpError
 from ftckpt.memory.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, list_directories, user_name
 from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.inventory import Inventory, NodeProtection, read_protection, take_inventory
 from ftckpt.memory.launch_record import RUNS_PREFIX
+from ftckpt.memory.locations import OpenArenas
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.memory_limits import used_bytes
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.decide import Query
-from ftckpt.restore.inventory import Inventory, NodeProtection, read_protection, take_inventory
-from ftckpt.restore.locations import OpenArenas
 from ftckpt.setting_checks import is_name
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from ftckpt.memory.image import Span
@@ -31,18 +34,38 @@ def cover(span: Span, landings: Sequence[LoadTarget], gap: Callable[[int, int], 
         place += len(landing.memory)
 
 
+MAX_VECTORS = os.sysconf("SC_IOV_MAX")
+"""Maximum buffers that one call fills."""
+
+
+def fill(fd: int, begin: int, memories: Sequence[memoryview]) -> int:
+    """Fill ``memories`` one after the other with the bytes of a file from ``begin``; returns one past the last byte
+    read, which is less if the file ends before. Raises OSError."""
+    place, left = begin, deque(filter(len, memories))
+    while left and (count := os.preadv(fd, [*islice(left, MAX_VECTORS)], place)):
+        place += count
+        while left and count >= len(left[0]):
+            count -= len(left.popleft())
+        if count:
+            left[0] = left[0][count:]
+    return place
+
+
 _of_thread = threading.local()
 
 
-def scratch(nbytes: int) -> memoryview:
-    """Scratch memory of the calling thread, valid until its next call; it is reused to avoid page faults.
+def scratch(nbytes: int, purpose: str = "gaps") -> memoryview:
+    """Scratch memory of the calling thread, valid until its next call for that ``purpose``.
+
+    It is reused to avoid page faults.
 
     It is page-aligned: into unaligned memory, such as that of ``bytes`` and ``bytearray``, the kernel takes more than
     twice as long to copy on some processors (AMD EPYC).
     """
-    found: memoryview = getattr(_of_thread, "memory", memoryview(b""))
+    found: memoryview = getattr(_of_thread, purpose, memoryview(b""))
     if len(found) < nbytes:
         # Private: shared memory would be shared with forked children.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        found = _of_thread.memory = memoryview(memory)
+        found = memoryview(memory)
+        setattr(_of_thread, purpose, found)
     return found[:nbytes]

@@ -8,14 +8,13 @@ import errno
 import os
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
+from ftckpt.memory.destinations import fill
 from ftckpt.persist.storage import PART, ObjectEntry, Storage
 
 _FRESH = ".put.new"
@@ -32,12 +31,6 @@ temporarily read-only file system, for which clients have various numbers."""
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of a file system without hard links."""
-
-_AHEAD_STEP_BYTES = 128 << 10
-"""Linux's default read-ahead: a longer request may be cut to the device's limit."""
-
-_MOST_VECTORS = os.sysconf("SC_IOV_MAX")
-"""The maximum number of buffers of one system call."""
 
 _TRIES = 100
 """Attempts to create a directory that another process removes."""
@@ -112,24 +105,10 @@ class FileStorage(Storage):
         raise StorageError(f"{path}: has {size} bytes, not {begin} to {end}", lasting=True)
 
     def read_into(self, name: str, begin: int, memories: Sequence[memoryview]) -> None:
-        path, position, end = self._path(name), begin, begin + sum(map(len, memories))
-        left = deque(filter(len, memories))
+        path, end = self._path(name), begin + sum(map(len, memories))
         with self._explained(path), open(path, "rb", buffering=0) as file:
-            while position < end:
-                taken = os.preadv(file.fileno(), [*islice(left, _MOST_VECTORS)], position)
-                if not taken:
-                    raise StorageError(f"{path}: has {position} bytes, not {begin} to {end}", lasting=True)
-                position += taken
-                while left and taken >= len(left[0]):
-                    taken -= len(left.popleft())
-                if taken:
-                    left[0] = left[0][taken:]
-
-    def read_ahead(self, name: str, nbytes: int) -> None:
-        # Later reads copy from the page cache.
-        with contextlib.suppress(OSError), open(self._path(name), "rb", buffering=0) as file:
-            for begin in range(0, nbytes, _AHEAD_STEP_BYTES):
-                os.posix_fadvise(file.fileno(), begin, _AHEAD_STEP_BYTES, os.POSIX_FADV_WILLNEED)
+            if (position := fill(file.fileno(), begin, memories)) < end:
+                raise StorageError(f"{path}: has {position} bytes, not {begin} to {end}", lasting=True)
 
     def size(self, name: str) -> int | None:
         path = self._path(name)

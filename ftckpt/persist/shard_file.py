@@ -57,6 +57,16 @@ class ShardFile:
             self._spans = [Span(*ends) for ends in pairwise(accumulate(entry.frames.tolist()))]
             self._runs = runs_of(image, entry.objects_used)
 
+    @property
+    def objects_used(self) -> int:
+        """The bytes of the encoded objects."""
+        return self.entry.objects_used
+
+    @property
+    def capacity(self) -> int:
+        """The weight of the shard's share in bytes; 0 if it is unknown."""
+        return self.image.manifest.capacity
+
     def chunk(self, number: int) -> Buffer:
         """Reads and verifies a chunk of the image.
 

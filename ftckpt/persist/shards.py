@@ -72,11 +72,6 @@ class StoredShard:
     spare_bytes: int = 0
     """Unused space for objects at the end of the file: no restart reads it."""
 
-    @property
-    def needed_bytes(self) -> int:
-        """The first bytes of the file, beyond which no restart reads."""
-        return self.nbytes - self.spare_bytes
-
     def to_json(self) -> dict[str, Any]:
         value = {**vars(self), "chunk_hashes": _from_u64s(self.chunk_hashes)}
         del value["frames"]

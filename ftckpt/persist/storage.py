@@ -68,10 +68,6 @@ class Storage(ABC):
         for memory in memories:
             memory[:], data = data[: len(memory)], data[len(memory) :]
 
-    def read_ahead(self, name: str, nbytes: int) -> None:  # noqa: B027 - optional: does nothing by default
-        """Prefetches the first ``nbytes``, if the storage can, into memory that the system can reclaim. Raises
-        nothing."""
-
     @abstractmethod
     def size(self, name: str) -> int | None:
         """The size of an object; None if it does not exist."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from ftckpt.errors import LostError
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.inventory import ArenaReport, Inventory, Layout
+from ftckpt.memory.locations import SlotAt
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.parity.survive import BlockId
-from ftckpt.restore.inventory import ArenaReport, Candidate, Inventory, Layout, SnapshotProtection, candidates
-from ftckpt.restore.locations import SlotAt
+from ftckpt.restore.candidates import Candidate, SnapshotProtection, candidates
 from ftckpt.restore.reconstruction_plan import Rebuild, assess
 
 
@@ -62,13 +63,13 @@ class Query:
 class Findings:
     """Results of a search so far, in addition to the inventory.
 
-    ``damage``: slots that failed verification. ``shields``: protection that was queried. ``bad_blocks``: parity
+    ``damage``: slots that failed verification. ``protections``: protection that was queried. ``bad_blocks``: parity
     blocks that failed verification or gave wrong bytes. ``given_up``: snapshots that could not be reconstructed
     although parity was complete, with the reason.
     """
 
     damage: dict[SlotAt, Corruption] = field(default_factory=dict)
-    shields: dict[SnapshotId, SnapshotProtection] = field(default_factory=dict)
+    protections: dict[SnapshotId, SnapshotProtection] = field(default_factory=dict)
     bad_blocks: dict[SnapshotId, set[BlockId]] = field(default_factory=dict)
     given_up: dict[SnapshotId, str] = field(default_factory=dict)
 
@@ -192,12 +193,12 @@ def _weigh(candidate: Candidate, inventory: Inventory, findings: Findings) -> De
     if len(corrupt) < len(missing) and not inventory.protects(snapshot):
         return Rejection(cause, bool(corrupt))
     # Queried only now: in the usual restart nothing is missing, and parity files stay unread.
-    if snapshot not in findings.shields:
+    if snapshot not in findings.protections:
         return Query(snapshot, candidate.layout, tuple(candidate.homes))
     if snapshot in findings.given_up:
         return Rejection(f"{cause}; {findings.given_up[snapshot]}", spoilt=True)
-    shield, bad_blocks = findings.shields[snapshot], findings.bad_blocks.get(snapshot, ())
-    rebuild = assess(candidate, findings.damage, shield, bad_blocks)
+    protection, bad_blocks = findings.protections[snapshot], findings.bad_blocks.get(snapshot, ())
+    rebuild = assess(candidate, findings.damage, protection, bad_blocks)
     if isinstance(rebuild, Rebuild):
         return replace(decision, rebuild=rebuild)
     return Rejection(f"{cause}; {'; '.join(rebuild[:3])}", spoilt=True)

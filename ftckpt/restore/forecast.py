@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftckpt.errors import LostError, MismatchError
+from ftckpt.memory.inventory import Inventory, NodeProtection
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.topology import RankPlace, Topology, axes_of, coordinates_of, shard_names
+from ftckpt.restore.candidates import SnapshotProtection, known_shards
 from ftckpt.restore.decide import Decision, Findings, Query, decide
-from ftckpt.restore.inventory import Inventory, NodeProtection, SnapshotProtection, known_shards
 
 GONE = "(gone)"
 """Placeholder for the node of a shard whose arena no node reports."""
@@ -89,7 +90,7 @@ def _decided(
     findings = Findings()
     # As in ``Search``, without corruption: only a restart reads the bytes.
     while isinstance(answer := decide(inventory, topology, findings), Query):
-        findings.shields[answer.snapshot] = SnapshotProtection.of(protection(answer), answer.shards)
+        findings.protections[answer.snapshot] = SnapshotProtection.of(protection(answer), answer.shards)
     return answer
 
 

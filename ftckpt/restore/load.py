@@ -1,17 +1,17 @@
-"""Execution of planned reads: from this node's arenas into live tensors, and from other nodes by messages.
+"""The read path: planned reads of all ranks into live tensors, from this node's arenas, storage and other nodes.
 
-All pairs of ranks exchange messages concurrently, and local bytes are copied meanwhile. Ranks that need the same
-bytes of another node fetch a part each, and then exchange the parts.
+Each rank reads the chunks of shards that it can open itself, see ``chunk_reads``. Bytes of other nodes come by
+messages, exchanged concurrently. Ranks that need the same bytes of another node fetch a part each, and then exchange
+the parts.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -21,11 +21,12 @@ from ftckpt.errors import ArenaError
 from ftckpt.events import Progress
 from ftckpt.group import Group, gather_bytes, together
 from ftckpt.host_memory import host_memory
+from ftckpt.memory.image import SlotImage
+from ftckpt.memory.locations import Location, OpenArenas, SlotAt, location_of
 from ftckpt.model import codec
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology
-from ftckpt.restore import redistribute as wire
-from ftckpt.restore.locations import Location, OpenArenas, SlotAt, location_of
+from ftckpt.restore.chunk_reads import ChunkRead, OpenShard, Part, chunks_of, finish_together, land_all
 from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
 from ftckpt.restore.redistribute import (
     Name,
@@ -37,24 +38,14 @@ from ftckpt.restore.redistribute import (
     name_of,
     part_of,
     sharers,
-    source_strip,
 )
-from ftckpt.restore.slot_file import SlotFile
-from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.tensor_index import Index
-from ftckpt.restore.threads import in_order
 
 Loop = tuple[int, Sequence[int], Sequence[int]]
 """Bytes of a source in the order of nested loops: offset, shape, strides."""
 
 Requests = dict[int, list[tuple[Location, list[Loop]]]]
 """Reads that other ranks request from this one, by rank."""
-
-Pair = tuple[Strip, Strip]
-"""A copy within this node: source and destination."""
-
-Files = dict[int, SlotFile]
-"""The slot files of mapped sources, by the id of the mapping's tensor."""
 
 
 class Item(NamedTuple):
@@ -146,40 +137,103 @@ def fetch(source: Location, reader: int, *parts: tuple[int, torch.Tensor]) -> Tr
     return Transfer(source, reader, tuple(items))
 
 
-def execute(group: Group, plan: Callable[[], Sequence[Transfer]], arenas: OpenArenas, threads: int = 1) -> Traffic:
-    """Perform the transfers of all ranks; ``plan`` gives this rank's, and ``threads`` copy local bytes. Collective.
+@dataclass(frozen=True)
+class Reads:
+    """One rank's reads: the chunks that it reads itself, ``local_bytes`` of its tensors, and the transfers from ranks
+    of other nodes (``remote``)."""
+
+    chunks: Sequence[ChunkRead]
+    remote: Sequence[Transfer]
+    local_bytes: int
+
+    @classmethod
+    def of(
+        cls, rank: int, transfers: Sequence[Transfer], open_shard: OpenShard, every: Collection[SlotAt] = ()
+    ) -> Reads:
+        """The reads of ``transfers``, and of every chunk of the shards at ``every``, needed or not; opens the shards.
+
+        Raises:
+            ArenaError, StorageError: a shard cannot be opened, or a read exceeds it.
+        """
+        local = [one for one in transfers if one.reader == rank]
+        parts: dict[SlotAt, list[Part]] = {at: [] for at in every}
+        for one in local:
+            assert isinstance(one.source, SlotAt), "packages, chunks and blocks of this node are read in place"
+            of = parts.setdefault(one.source, [])
+            for item in one.items:
+                live = item.tensor.view(torch.uint8)
+                of += (Part(copy, live) for copy in item.copies)
+        # Each rank starts at another shard, to spread the load.
+        order = sorted(parts)
+        first = rank % max(1, len(order))
+        chunks: list[ChunkRead] = []
+        for at in (*order[first:], *order[:first]):
+            source = open_shard(at)
+            _require_inside(source.image, parts[at])
+            chunks += chunks_of(source, parts[at], at in every)
+        remote = [one for one in transfers if one.reader != rank]
+        return cls(chunks, remote, sum(one.nbytes for one in local))
+
+
+def execute(
+    group: Group, plan: Callable[[], Reads], arenas: OpenArenas, threads: int = 1, *, what: str = "loads",
+    end_part: Callable[[str], None] = lambda part: None,
+) -> Traffic:  # fmt: skip
+    """Perform the reads of all ranks; ``plan`` gives this rank's, and ``threads`` read its chunks. Collective.
 
     Takes up to 2 · ``OPEN_STEPS`` · ``MESSAGE_BYTES`` (of ``exchange``) of host memory in addition to the tensors.
 
+    Args:
+        arenas: the arenas of this node, for the reads of other ranks.
+        what: the name of the operation in logs; ``end_part``: see ``land_all``.
+
     Raises:
-        ArenaError: on all ranks; one cannot open a source, or a request exceeds its source.
+        ArenaError, StorageError: on all ranks; one cannot open a source, a request exceeds its source, or a chunk is
+            corrupt.
         FtckptError: on all ranks; an error of ``plan``.
         RuntimeError: a rank has exited, or does not answer within the group's deadline.
     """
-    transfers: list[Transfer] = []
-    pairs: list[Pair] = []
-    files: Files = {}
-
-    def remote() -> list[Transfer]:
-        transfers[:] = plan()
-        pairs[:] = _open([t for t in transfers if t.reader == group.rank], arenas, files)
-        return [t for t in transfers if t.reader != group.rank]
-
     # Every source is opened on all ranks before the first message: a rank that failed later would leave the receivers
     # of its bytes waiting.
-    wants, any_remote = _shared(group, remote)
+    reads, wants, (any_local, any_remote) = _shared(group, plan)
     outgoing: dict[int, Stream] = {}
     if any_remote:
         requests = _request(group, wants)
         outgoing = together(group, lambda: _open_for_others(requests, arenas))
-    counter = _Counter(group.rank, sum(t.nbytes for t in transfers))
+    needed_bytes = reads.local_bytes + sum(one.nbytes for one in reads.remote)
+    landed = progress_of(f"rank {group.rank} {what}", needed_bytes)
     # In the order of the requests, in which the reader sends: messages have no headers.
     incoming = {reader: Stream([s for want in of for s in want.fetched]) for reader, of in wants.items()}
-    copies = _copy(pairs, files, counter.count("copied"), threads)
-    exchange(group, outgoing, incoming, copies, counter.count("received"))
+    with closing(land_all(reads.chunks, threads, end_part)) as chunks:
+        local = map(landed, chunks)
+        exchange(group, outgoing, incoming, local, landed)
+        if any_local:
+            finish_together(group, local)
+    every_want = [want for of in wants.values() for want in of]
     # After the exchange: only then does this rank have the parts that it passes on.
-    _spread(group, [want for of in wants.values() for want in of if want.ranks], counter)
-    return counter.traffic
+    _spread(group, [want for want in every_want if want.ranks], landed)
+    received_bytes = sum(want.end - want.begin for want in every_want)
+    read_bytes = reads.local_bytes + received_bytes
+    return Traffic(read_bytes, received_bytes, needed_bytes - read_bytes, needed_bytes)
+
+
+def progress_of(what: str, needed_bytes: int) -> Callable[[int], None]:
+    """A function that is called with the size of each piece that has arrived, and logs the progress."""
+    progress, done_bytes = Progress(what), 0
+
+    def landed(nbytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += nbytes
+        progress(done_bytes, needed_bytes)
+
+    return landed
+
+
+def _require_inside(image: SlotImage, parts: Iterable[Part]) -> None:
+    begin, end = image.chunks[0].begin if image.chunks else image.objects.begin, image.objects.end
+    for copy, _ in parts:
+        if copy.source < begin or copy.source_end > end:
+            raise ArenaError(f"{copy.numel} bytes at offset {copy.source} of a shard with bytes {begin} to {end}")
 
 
 @dataclass(frozen=True)
@@ -220,31 +274,35 @@ class _Want:
         return self.strips(*part_of(self.name, self.item.nbytes, self.ranks, fetcher))
 
 
-def _shared(group: Group, remote: Callable[[], Sequence[Transfer]]) -> tuple[dict[int, list[_Want]], bool]:
-    """Divide fetches from other nodes among the ranks that need the same bytes. Collective.
+def _shared(group: Group, plan: Callable[[], Reads]) -> tuple[Reads, dict[int, list[_Want]], tuple[bool, bool]]:
+    """Plan, and divide fetches from other nodes among the ranks that need the same bytes. Collective.
 
-    Returns this rank's fetches, by reader, and whether any rank fetches anything.
+    Returns this rank's reads, and its fetches, by reader; and whether any rank reads chunks itself, and whether any
+    fetches.
     """
     named: dict[Name, tuple[Transfer, Item]] = {}
     wants: dict[int, list[_Want]] = {}
+    planned: list[Reads] = []
 
     def name_all() -> bytes:
-        for wanted in remote():
+        planned.append(plan())
+        for wanted in planned[0].remote:
             source = codec.encode(wanted.source)
             for item in wanted.items:
                 name = name_of(source, item.copies)
                 if named.setdefault(name, (wanted, item))[1] is not item:  # a duplicate is not shared
                     wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, (), 0, item.nbytes))
-        return b"".join(sorted(named))
+        return bytes([bool(planned[0].chunks)]) + b"".join(sorted(named))
 
-    names = gather_bytes(group, name_all)
+    reports = gather_bytes(group, name_all)
+    names = [report[1:] for report in reports]
     shared = sharers(names, group.rank)
     for name, (wanted, item) in named.items():
         ranks = shared.get(name, ())
         begin, end = part_of(name, item.nbytes, ranks, group.rank) if ranks else (0, item.nbytes)
         wants.setdefault(wanted.reader, []).append(_Want(wanted.source, item, name, ranks, begin, end))
     # Any rank: ranks without needs may have to read for others.
-    return wants, any(names)
+    return planned[0], wants, (any(report[0] for report in reports), any(names))
 
 
 def _request(group: Group, wants: dict[int, list[_Want]]) -> Requests:
@@ -270,21 +328,6 @@ def _whole(texts: dict[int, torch.Tensor]) -> dict[int, Stream]:
     return {rank: Stream([Strip(text, 0, (text.numel(),), (1,))]) for rank, text in texts.items()}
 
 
-def _open(local: Sequence[Transfer], arenas: OpenArenas, files: Files) -> list[Pair]:
-    """Open the sources that this rank reads for itself, so that errors occur before any message. Adds to ``files``
-    the slots that can be read without their mapping."""
-    pairs: list[Pair] = []
-    for wanted in local:
-        memory = _memory(arenas, wanted.source)
-        if isinstance(wanted.source, SlotAt):
-            files[id(memory)] = arenas.file(wanted.source)
-        for item in wanted.items:
-            live = item.tensor.view(torch.uint8)
-            pairs += [(source_strip(one, memory), dest_strip(one, live)) for one in item.copies]
-    _require_fit(chain.from_iterable(pairs))
-    return pairs
-
-
 def _open_for_others(requests: Requests, arenas: OpenArenas) -> dict[int, Stream]:
     """Open the sources that this rank reads for others."""
     outgoing: dict[int, Stream] = {}
@@ -293,15 +336,13 @@ def _open_for_others(requests: Requests, arenas: OpenArenas) -> dict[int, Stream
         for source, loops in request:
             memory = _memory(arenas, source)
             strips += [Strip(memory, begin, tuple(shape), tuple(strides)) for begin, shape, strides in loops]
-        _require_fit(strips)
+        for strip in strips:
+            if not strip.fits:
+                raise ArenaError(
+                    f"{strip.nbytes} bytes at offset {strip.begin} of a source with {strip.memory.numel()}"
+                )
         outgoing[rank] = Stream(strips)
     return outgoing
-
-
-def _require_fit(strips: Iterable[Strip]) -> None:
-    for strip in strips:
-        if not strip.fits:
-            raise ArenaError(f"{strip.nbytes} bytes at offset {strip.begin} of a source with {strip.memory.numel()}")
 
 
 def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
@@ -313,72 +354,7 @@ def _memory(arenas: OpenArenas, source: Location) -> torch.Tensor:
         return torch.frombuffer(view, dtype=torch.uint8)
 
 
-def _copy(pairs: Iterable[Pair], files: Files, landed: Callable[[int], None], threads: int) -> Iterator[int]:
-    """Copy, and yield the size of each batch of at most ``MESSAGE_BYTES``."""
-    staging = StagingBuffers()
-
-    def copy(batch: Sequence[Pair]) -> int:
-        staged: list[Pair] = []
-        with staging.on_stream():
-            for source, dest in batch:
-                file = files.get(id(source.memory))
-                if file is None or not (source.is_run and dest.is_run):
-                    dest.view.copy_(source.view)
-                elif dest.memory.is_cpu:
-                    file.read_into(source.begin, dest.view.numpy().data)
-                else:
-                    staged.append((source, dest))
-        if staged:
-            staging.send(_staged(staged, files, staging.memory(sum(source.nbytes for source, _ in staged))))
-        return sum(source.nbytes for source, _ in batch)
-
-    try:
-        with closing(in_order(copy, _batches(pairs), threads)) as copied:  # ends its threads
-            for nbytes in copied:
-                landed(nbytes)
-                yield nbytes
-    finally:
-        staging.settle()
-
-
-def _staged(pairs: Sequence[Pair], files: Files, memory: torch.Tensor) -> list[Pair]:
-    """The runs of ``pairs``, read contiguously into ``memory``, as pairs of destination and source in ``memory``."""
-    parts: Sequence[torch.Tensor] = memory.split([source.nbytes for source, _ in pairs])  # type: ignore[no-untyped-call]
-    for (source, _), part in zip(pairs, parts, strict=True):
-        files[id(source.memory)].read_into(source.begin, part.numpy().data)
-    return [(dest, source._replace(memory=part, begin=0)) for (source, dest), part in zip(pairs, parts, strict=True)]
-
-
-def _batches(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
-    """The pairs, split and joined into batches of ``MESSAGE_BYTES``; the last may be smaller."""
-    batch: list[Pair] = []
-    room = wire.MESSAGE_BYTES
-    for source, dest in pairs:
-        begin, nbytes = 0, source.nbytes
-        if nbytes < room:  # the fast path, for most of thousands
-            batch.append((source, dest))
-            room -= nbytes
-            continue
-        while begin < nbytes:
-            end = min(nbytes, begin + room)
-            # Both sides are cut together: their loops may be merged differently.
-            batch += _pairs(source, dest, begin, end)
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield batch
-                batch, room = [], wire.MESSAGE_BYTES
-    if batch:
-        yield batch
-
-
-def _pairs(source: Strip, dest: Strip, begin: int, end: int) -> Iterator[Pair]:
-    copy = StridedCopy(source.begin, dest.begin, source.shape, source.strides, dest.strides)
-    for part in stream((copy,), begin, end):
-        yield source_strip(part, source.memory), dest_strip(part, dest.memory)
-
-
-def _spread(group: Group, shared: Sequence[_Want], counter: _Counter) -> None:
+def _spread(group: Group, shared: Sequence[_Want], landed: Callable[[int], None]) -> None:
     """All-gather the parts of shared items.
 
     Around a ring of each item's ranks: a part received in one turn is sent on in the next. That moves as many bytes
@@ -394,30 +370,4 @@ def _spread(group: Group, shared: Sequence[_Want], counter: _Counter) -> None:
                 sent.setdefault(to, []).extend(want.part_from(group.rank, turn))
                 received.setdefault(source, []).extend(want.part_from(group.rank, turn + 1))
         outgoing, incoming = ({rank: Stream(strips) for rank, strips in of.items()} for of in (sent, received))
-        exchange(group, outgoing, incoming, landed=counter.count("spread"))
-
-
-class _Counter:
-    """Counts arriving bytes; rank 0 logs its progress."""
-
-    def __init__(self, rank: int, needed_bytes: int) -> None:
-        self._needed_bytes = needed_bytes
-        self._done_bytes = dict.fromkeys(("copied", "received", "spread"), 0)
-        self._progress = Progress("loading") if rank == 0 else None
-
-    def count(self, how: str) -> Callable[[int], None]:
-        """A function that adds to the bytes that arrived this way: ``copied``, ``received`` or ``spread``."""
-
-        def add(nbytes: int) -> None:
-            self._done_bytes[how] += nbytes
-            if self._progress is not None:
-                self._progress(sum(self._done_bytes.values()), self._needed_bytes)
-
-        return add
-
-    @property
-    def traffic(self) -> Traffic:
-        """The bytes counted so far."""
-        received = self._done_bytes["received"]
-        read = self._done_bytes["copied"] + received
-        return Traffic(read, received, self._done_bytes["spread"], self._needed_bytes)
+        exchange(group, outgoing, incoming, landed=landed)

@@ -11,12 +11,13 @@ import numpy as np
 from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.memory.corruption import OBJECTS, Corruption
+from ftckpt.memory.inventory import VerifiedPackage
+from ftckpt.memory.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.parity.codecs import MISSING, MissingArray, decode, encode
 from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
-from ftckpt.restore.inventory import Candidate, SnapshotProtection, VerifiedPackage
-from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
+from ftckpt.restore.candidates import Candidate, SnapshotProtection
 
 T = TypeVar("T")
 
@@ -55,10 +56,10 @@ class Rebuild:
 def assess(
     candidate: Candidate,
     bad: Mapping[SlotAt, Corruption],
-    shield: SnapshotProtection,
+    protection: SnapshotProtection,
     bad_blocks: Collection[BlockId],
 ) -> Rebuild | tuple[str, ...]:
-    """The plan that completes ``candidate`` from its protection ``shield``, or a reason per shard why there is none.
+    """The plan that completes ``candidate`` from its ``protection``, or a reason per shard why there is none.
 
     ``bad`` slots and ``bad_blocks`` of parity failed verification.
     """
@@ -68,7 +69,7 @@ def assess(
     for shard in candidate.homes:
         source = candidate.nearest(shard, bad)
         if source is None:
-            fix = _fix(candidate, shard, bad, shield)
+            fix = _fix(candidate, shard, bad, protection)
             if fix is None:
                 hopeless.append(f"{shard}: {_state(candidate, shard, bad)} and no package of it is left")
                 continue
@@ -77,23 +78,23 @@ def assess(
         arenas[shard] = source.arena
     if hopeless:
         return tuple(hopeless)
-    groups = [group for group in shield.groups.values() if _fits(group, arenas)]
+    groups = [group for group in protection.groups.values() if _fits(group, arenas)]
     lost = {(shard, chunk) for shard, fix in fixes.items() for chunk in fix.chunks}
-    repairs, unsolved = solve(groups, lost, _lost_blocks(groups, shield) | set(bad_blocks))
+    repairs, unsolved = solve(groups, lost, _lost_blocks(groups, protection) | set(bad_blocks))
     if unsolved:
         shards = sorted({shard for shard, _ in unsolved})
         return tuple(
-            f"{shard}: {_state(candidate, shard, bad)} and {_reason(shard, groups, fixes, shield)}"
+            f"{shard}: {_state(candidate, shard, bad)} and {_reason(shard, groups, fixes, protection)}"
             for shard in shards
         )
     return Rebuild(fixes, tuple(repairs))
 
 
 def _fix(
-    candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption], shield: SnapshotProtection
+    candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption], protection: SnapshotProtection
 ) -> ShardRepair | None:
     home = candidate.homes[shard]
-    packages = sorted(shield.packages.get(shard, ()), key=lambda one: (one.at.node != home, one.at))
+    packages = sorted(protection.packages.get(shard, ()), key=lambda one: (one.at.node != home, one.at))
     package = packages[0] if packages else None
     damaged = [s for s in candidate.slots.get(shard, ()) if not bad[s].useless]
     # The slot with the fewest bad chunks first; among equals the one on the home node.
@@ -119,14 +120,14 @@ def _fits(group: ParityGroup, arenas: Mapping[str, str]) -> bool:
     return all(arenas.get(member.shard) == member.arena for member in group.members)
 
 
-def _lost_blocks(groups: Sequence[ParityGroup], shield: SnapshotProtection) -> set[BlockId]:
+def _lost_blocks(groups: Sequence[ParityGroup], protection: SnapshotProtection) -> set[BlockId]:
     """Blocks of missing parity files; blocks in slots are lost with their chunks."""
     return {
         (group.name, holder, block)
         for group in groups
         if not group.in_slots
         for holder in range(len(group.members))
-        if (group.name, holder) not in shield.parity
+        if (group.name, holder) not in protection.parity
         for block in range(num_blocks(group, holder))
     }
 
@@ -146,7 +147,7 @@ def _state(candidate: Candidate, shard: str, bad: Mapping[SlotAt, Corruption]) -
 
 
 def _reason(
-    shard: str, groups: Sequence[ParityGroup], fixes: Mapping[str, ShardRepair], shield: SnapshotProtection
+    shard: str, groups: Sequence[ParityGroup], fixes: Mapping[str, ShardRepair], protection: SnapshotProtection
 ) -> str:
     texts = []
     for group in groups:
@@ -157,7 +158,7 @@ def _reason(
             name
             for holder, name in enumerate(names)
             if (name in fixes and fixes[name].chunks)
-            or (not group.in_slots and (group.name, holder) not in shield.parity)
+            or (not group.in_slots and (group.name, holder) not in protection.parity)
         ]
         texts.append(f"group {group.mode}-{group.name[:4]} has lost {len(lost)} of {len(names)} members")
     return ", ".join(texts) or "no parity covers it"

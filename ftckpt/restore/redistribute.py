@@ -143,18 +143,19 @@ def exchange(
     group: Group,
     outgoing: Mapping[int, Stream],
     incoming: Mapping[int, Stream],
-    meanwhile: Iterable[int] = (),
+    meanwhile: Iterator[object] | None = None,
     landed: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Send and receive streams, by destination and source rank. Collective: both sides pass the same streams.
 
-    ``meanwhile`` is other work of this rank: one item is done between messages, the rest before the end. ``landed``
-    is called with the size of each received message once its bytes are in place.
+    ``meanwhile`` is other work of this rank: one item is done between messages. ``landed`` is called with the size of
+    each received message once its bytes are in place.
 
     Raises:
         RuntimeError: a rank has exited, or does not answer within the deadline of ``group``.
     """
-    work = iter(meanwhile)
+    work = meanwhile or iter(())
+    work = meanwhile or iter(())
     open_steps: deque[_Step] = deque()
     buffers = [_Buffers() for _ in range(OPEN_STEPS)]
     for number, messages in enumerate(_steps(group, outgoing, incoming)):
@@ -166,8 +167,6 @@ def exchange(
     while open_steps:
         landed(open_steps.popleft().finish())
         next(work, None)
-    for _ in work:
-        pass
 
 
 class _Messages(NamedTuple):

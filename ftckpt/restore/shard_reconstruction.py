@@ -19,11 +19,11 @@ from ftckpt.memory.control_block import control_bytes
 from ftckpt.memory.corruption import OBJECTS, Corruption
 from ftckpt.memory.directory import arena_path
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.locations import SlotAt
 from ftckpt.memory.mapping import reserve, write_at
 from ftckpt.memory.package import Package
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.reconstruction_plan import ShardRepair
 
 # Deadline for another writer of the arena, for example an exiting trainer, to release its lock.
@@ -61,6 +61,7 @@ class ShardReconstruction:
         self._arena: Arena | None = None
         self._slot = fix.at.slot
         self._file = -1  # the slot's file: written by calls, as each page of a mapping would fault
+        self._path = node_dir
         self._writing = threading.Lock()  # the kernel admits one writer at a time, and the others would spin
         # Checksums from before the loss, by trainer or SMP: only these verify reconstructed bytes.
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
@@ -108,7 +109,6 @@ class ShardReconstruction:
         if self.fix.in_place:
             self._arena = Arena.open(self._node_dir / self.fix.at.arena, writable=True)
             self._arena.lock(_LOCK_SECS)
-            self._open_slot()
             self._mend()
             return
         path = arena_path(self._node_dir, self._whole.manifest)
@@ -141,11 +141,12 @@ class ShardReconstruction:
         return self.arena.image.chunks[chunk].nbytes
 
     def finish(self) -> Corruption:
-        """Seal a new slot, whose chunks were all checked; returns the remaining corruption of a repair in place."""
+        """Seal a new slot, or return its corruption; the caller has checked the chunks that it ``put``."""
         arena, package = self.arena, self._package
-        if self.fix.in_place:
-            # Chunks from parity were checked when their stripes were solved; bytes from the package were not.
-            return arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
+        # Chunks from parity and storage were checked when they were written; bytes from the package were not.
+        damage = arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
+        if damage or self.fix.in_place:
+            return damage
         whole = arena.control.whole()
         # Seal before the mark: a mark without its slot would be taken as a lost snapshot.
         arena.control.seal(self._slot, self._whole.snapshot)
@@ -189,7 +190,6 @@ class ShardReconstruction:
         # Before the first byte: a kill between here and ``finish`` leaves WRITING, which is never restored.
         arena.control.begin(slot)
         self._open_slot()
-        self._put_frame()
         self._put_volatile()
         self._put_objects()
         self._hashes = package.chunk_hashes
@@ -207,7 +207,7 @@ class ShardReconstruction:
         if hashes is None and self.fix.chunks:
             raise CorruptError(f"{self.fix.shard}: slot {slot} has no checksums to verify a repair with")
         self._hashes = hashes if hashes is not None else self._hashes
-        self._put_frame()
+        self._open_slot()
         if package is not None and package.manifest.digest == arena.manifest.digest:
             self._put_volatile()
             if OBJECTS in self.fix.parts:
@@ -218,20 +218,15 @@ class ShardReconstruction:
         chunks = range(image.num_stepped_chunks, len(image.chunks)) if self._package is not None else ()
         return Corruption(tuple(chunk for chunk in chunks if not self.check(chunk)))
 
-    def _open_slot(self) -> None:
-        self._file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-    @property
-    def _path(self) -> Path:
-        return self.arena.path / slot_name(self._slot)
-
     def _write(self, begin: int, data: bytes | memoryview) -> None:
         with self._writing:
             write_at(self._file, self._path, begin, data)
 
-    def _put_frame(self) -> None:
-        """The header, and zeros between the regions."""
+    def _open_slot(self) -> None:
+        """Open the slot's file, and write the header, and zeros between the regions."""
         image = self.arena.image
+        self._path = self.arena.path / slot_name(self._slot)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._write(0, image.header)
         for pad in image.pads:
             self._write(pad.begin, bytes(pad.nbytes))

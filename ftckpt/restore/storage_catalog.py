@@ -104,7 +104,7 @@ class StorageCatalog:
         return max((one.snapshot.iteration for one in self.snapshots), default=-1)
 
 
-NO_SHELF = StorageCatalog()
+EMPTY_CATALOG = StorageCatalog()
 
 
 class StorageView(NamedTuple):
@@ -163,7 +163,7 @@ class CatalogSurvey:
     def join(self, seen: Sequence[StorageView]) -> StorageCatalog:
         """The catalog of storage; empty, with the problem, if a rank cannot reach it. Collective."""
         if not self._where:
-            return NO_SHELF
+            return EMPTY_CATALOG
         leads = self._group.rank == 0
         if away := next((one.away for one in seen if one.away), ""):
             self._events.emit("storage_fails", error=away)  # memory may suffice

@@ -1,37 +1,103 @@
-"""Storage as a source of a restart: shards that memory lacks are fetched to slots and verified.
+"""Storage as a source of a restart: the files of a snapshot's shards, read directly or fetched to slots.
 
-After that they are ordinary slots of arenas, on any layout.
+Fetched shards are ordinary slots of arenas, on any layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from ftckpt.errors import ArenaError, StorageError
+from ftckpt.errors import ArenaError, CorruptError, DamagedError, StorageError
 from ftckpt.events import Events
-from ftckpt.group import Group, gather_all, together
+from ftckpt.group import gather_all
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.destinations import LoadTarget, scratch
 from ftckpt.memory.directory import arena_path
+from ftckpt.memory.inventory import Inventory
+from ftckpt.memory.locations import SlotAt
 from ftckpt.memory.package import Package
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
+from ftckpt.persist.commit import CheckpointName, folder_of
 from ftckpt.persist.shard_file import ShardFile
-from ftckpt.restore.chunk_reader import ChunkReader, Job, ShardFiles, proven
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.storage import Storage
+from ftckpt.restore.chunk_reads import finish_together
+from ftckpt.restore.context import Counts, RestoreContext, total_of
 from ftckpt.restore.decide import worth_keeping
-from ftckpt.restore.inventory import Inventory
-from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.load import progress_of
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, ShardRepair
-from ftckpt.restore.repair import Need, make_room
+from ftckpt.restore.room import Keep, open_slots
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
+from ftckpt.restore.storage_catalog import ask
+from ftckpt.restore.threads import in_order
 
-_AHEAD_BYTES = 256 << 20
-"""Bytes of each file to read ahead while slots are allocated: about as many as disks deliver in that time."""
+READERS = 4
+"""Chunks of a rank in flight: storage has a high latency and a high bandwidth."""
+
+T = TypeVar("T")
+
+
+class ShardFiles:
+    """The files of one snapshot's shards, each opened once."""
+
+    def __init__(self, storage: Storage, stored: StoredSnapshot) -> None:
+        self.stored = stored
+        self._checkpoint = CheckpointName.parse(stored.name) or CheckpointName(stored.snapshot.iteration)
+        self._storage = storage
+        self._open: dict[str, ShardFile] = {}
+
+    def shard(self, at: SlotAt) -> ShardFile:
+        """The file of the shard that a placeholder stands for, see ``places``; raises as ``get``."""
+        return self.get(at.arena)
+
+    def places(self, topology: Topology) -> dict[str, SlotAt]:
+        """Placeholder slots for the shards, each on the node of the rank that opens it."""
+        nodes, shards = [member.node for member in topology.members], self.stored.shards
+        if not layouts_differ(topology.layout, self.stored.layout):
+            return {member.shard: SlotAt(member.node, member.shard, NEW_SLOT) for member in topology.members}
+        return {shard: SlotAt(nodes[n % len(nodes)], shard, NEW_SLOT) for n, shard in enumerate(sorted(shards))}
+
+    def get(self, shard: str) -> ShardFile:
+        """The file of a shard; raises StorageError if it is missing or not as expected."""
+        if shard not in self._open:
+            self._open[shard] = self._opened(shard)
+        return self._open[shard]
+
+    def _ask(self, action: Callable[[], T]) -> T:
+        """As ``ask``; the error is lasting if the manifest is readable, so that only this file is not."""
+        try:
+            return ask(action)
+        except StorageError as error:
+            try:
+                self._storage.read(self._checkpoint.manifest)
+            except StorageError:
+                raise StorageError(str(error)) from None
+            raise StorageError(str(error), lasting=True) from None
+
+    def _name(self, shard: str) -> str:
+        return f"{folder_of(self.stored.snapshot.iteration)}/{self.stored.shards[shard].file}"
+
+    def _opened(self, shard: str) -> ShardFile:
+        entry, name = self.stored.shards[shard], self._name(shard)
+        where = f"{self._storage.where}/{name}"
+        if self._ask(lambda: self._storage.size(name)) != entry.nbytes:
+            raise DamagedError(f"{where}: is missing, or does not have its {entry.nbytes} bytes")
+
+        def read(begin: int, nbytes: int) -> bytes:
+            return self._ask(lambda: self._storage.read(name, begin, nbytes))
+
+        def read_into(begin: int, memories: Sequence[memoryview]) -> None:
+            self._ask(lambda: self._storage.read_into(name, begin, memories))
+
+        return ShardFile(where, shard, entry, read, read_into)
 
 
 class ShardFetch:
@@ -43,85 +109,71 @@ class ShardFetch:
     """
 
     def __init__(
-        self, group: Group, topology: Topology, events: Events, arenas: OpenArenas, *,
-        files: ShardFiles, inventory: Inventory, bad: Mapping[SlotAt, Corruption], slots: int,
+        self, context: RestoreContext, files: ShardFiles, inventory: Inventory, bad: Mapping[SlotAt, Corruption],
+        slots: int,
     ) -> None:  # fmt: skip
-        self._group = group
-        self._topology = topology
-        self._events = events
-        self._arenas = arenas
-        self._stored = files.stored
-        self._inventory = inventory
-        self._slots = slots
-        self._bad = bad
-        self._missing = sorted(self._stored.shards.keys() - inventory.good_shards(self._stored.snapshot, bad))
-        self._builds: dict[str, ShardReconstruction] = {}
+        self._context = context
+        self._inventory, self._bad, self._slots = inventory, bad, slots
+        self._missing = sorted(files.stored.shards.keys() - inventory.good_shards(files.stored.snapshot, bad))
         self.files = files
-        self.usage: dict[str, int] = {"chunks": 0, "bytes": 0}
-        """Chunks and bytes that all ranks fetched; set by ``run``."""
 
     @property
     def is_all(self) -> bool:
         """Whether memory has no shard of the snapshot."""
-        return len(self._missing) == len(self._stored.shards)
+        return len(self._missing) == len(self.files.stored.shards)
 
-    def run(self) -> dict[str, SlotAt]:
-        """Fetch the shards; returns their slots.
+    def run(self) -> tuple[dict[str, SlotAt], Counts]:
+        """Fetch the shards; returns their slots, and the chunks and bytes that all ranks fetched.
 
         Raises:
             StorageError: storage is corrupt or unavailable; incomplete slots stay invalid.
             MemoryBudgetError, ArenaError: a node has no room, or another process writes the arena.
         """
-        self._arenas.close()  # files may be freed or replaced from here on, by any rank of the node
-        reader = ChunkReader(self._group, reads(self._stored.snapshot))
-        try:
-            make_room(
-                self._group, self._topology, self._arenas.node_dir, self._events, chosen=self._stored.snapshot,
-                need=partial(self._look, reader), keep=self._keep(),
-            )  # fmt: skip
-            opened = gather_all(self._group, self._open, dict[str, SlotAt])
+        context, snapshot, begin = self._context, self.files.stored.snapshot, time.perf_counter()
+        keep = worth_keeping(self._inventory, context.topology, snapshot)
+        builds: dict[str, ShardReconstruction] = {}
+
+        def make() -> Mapping[str, ShardReconstruction]:
+            builds.update({shard: self._build(self.files.get(shard), keep) for shard in self._mine()})
+            return builds
+
+        with ExitStack() as undo:
+            opened = open_slots(context, snapshot, keep, make, undo)
+            chunks = [(build, chunk) for build in builds.values() for chunk in build.fix.chunks]
             # Nothing is sealed before every chunk of every rank has the right checksum.
-            jobs = [job for build in self._builds.values() for job in self._jobs(build)]
-            reader.bring(jobs)
-            reader.tell(self._events, self._stored.snapshot.iteration, len(self._missing))
-            together(self._group, self._seal)
-        finally:
-            reader.close()  # before the slots that it writes into
-            for build in self._builds.values():
-                build.close()
-            self._arenas.close()
-        self.usage = reader.usage
-        return {shard: at for one in opened for shard, at in one.items()}
+            with closing(in_order(self._fetch, chunks, READERS)) as fetched:
+                finish_together(context.group, map(self._progress(chunks), fetched))
+            nbytes = [build.length(chunk) for build, chunk in chunks]
+            usage = {"chunks": len(nbytes), "bytes": sum(nbytes)}
+            total = total_of(gather_all(context.group, lambda: _seal(builds, usage), dict[str, int]))
+        report_fetched(context.events, snapshot, len(self._missing), total, time.perf_counter() - begin)
+        return opened, total
 
-    def _look(self, reader: ChunkReader) -> Need:
-        for shard in self._mine():
-            self._builds[shard] = self._build(self.files.get(shard))
-        # Read ahead while slots are allocated, but after the small reads above, which would wait for it.
-        new = [shard for shard, build in self._builds.items() if not build.fix.in_place]
-        reader.begin(lambda: self.files.read_ahead(new, _AHEAD_BYTES))
-        return Need.of(self._builds.values())
-
-    def _open(self) -> dict[str, SlotAt]:
-        for build in self._builds.values():
-            build.open()
-        return {shard: build.at for shard, build in self._builds.items()}
-
-    def _jobs(self, build: ShardReconstruction) -> Iterator[Job]:
-        """The chunks to fetch for a slot, in ascending order."""
+    def _fetch(self, job: tuple[ShardReconstruction, int]) -> int:
+        """Read and verify a chunk, write it to its slot, and verify it there; returns its size."""
+        build, chunk = job
         file = self.files.get(build.fix.shard)
-        for chunk in build.fix.chunks:
-            yield Job(build.length(chunk), partial(_bring, file, build, chunk))
+        span = file.image.chunks[chunk]
+        memory = scratch(span.nbytes, "staging")
+        file.scatter(chunk, [LoadTarget(span.begin, memory)])
+        build.put(chunk, 0, np.frombuffer(memory, np.uint8))
+        if not build.check(chunk):
+            raise CorruptError(
+                f"{build.fix.shard}: chunk {chunk} is correct on storage, and corrupt in memory after the copy: "
+                "check this node's memory, and start again"
+            )
+        return span.nbytes
 
-    def _seal(self) -> None:
-        for shard, build in self._builds.items():
-            if damage := build.finish():
-                raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is still corrupt", lasting=True)
+    def _progress(self, chunks: Sequence[tuple[ShardReconstruction, int]]) -> Callable[[int], None]:
+        what = f"rank {self._context.group.rank} {reads(self.files.stored.snapshot)}"
+        return progress_of(what, sum(build.length(chunk) for build, chunk in chunks))
 
     def _mine(self) -> Iterator[str]:
         """The shards that this rank fetches: the one that it continues or, in another layout, its share of all."""
-        same, ranks = not layouts_differ(self._topology.layout, self._stored.layout), self._topology.rank_of
+        topology = self._context.topology
+        same, ranks = not layouts_differ(topology.layout, self.files.stored.layout), topology.rank_of
         for number, shard in enumerate(self._missing):
-            if (ranks[shard] if same else number % len(ranks)) == self._group.rank:
+            if (ranks[shard] if same else number % len(ranks)) == self._context.group.rank:
                 yield shard
 
     def _package(self, file: ShardFile) -> Package:
@@ -129,35 +181,31 @@ class ShardFetch:
         image = file.image
         volatile = [file.chunk(number) for number in range(image.num_stepped_chunks, len(image.chunks))]
         hashes, objects = file.entry.chunk_hashes, bytes(file.objects())
-        return Package(image.manifest, self._stored.snapshot, 1, hashes, objects, b"".join(volatile))
+        return Package(image.manifest, self.files.stored.snapshot, 1, hashes, objects, b"".join(volatile))
 
-    def _build(self, file: ShardFile) -> ShardReconstruction:
+    def _build(self, file: ShardFile, keep: Keep) -> ShardReconstruction:
         """The reconstruction of a shard: only its bad parts in place, if it has such a slot, or all in a new slot."""
-        image, node_dir, package = file.image, self._arenas.node_dir, self._package(file)
+        image, node_dir, package = file.image, self._context.arenas.node_dir, self._package(file)
         name = arena_path(node_dir, image.manifest).name
-        fix = ShardRepair(
-            package.shard, SlotAt(self._topology.me.node, name, NEW_SLOT), tuple(range(image.num_stepped_chunks))
-        )
+        new = SlotAt(self._context.topology.me.node, name, NEW_SLOT)
+        fix = ShardRepair(package.shard, new, tuple(range(image.num_stepped_chunks)))
         for at, damage in self._bad.items():
             if (at.node, at.arena) == (fix.at.node, name) and self._is_of_file(at, damage, file):
                 chunks = tuple(chunk for chunk in damage.chunks if chunk < image.num_stepped_chunks)
                 fix = replace(fix, at=at, chunks=chunks, parts=damage.parts)
-        return ShardReconstruction(node_dir, fix, package, self._slots, self._keep())
+        return ShardReconstruction(node_dir, fix, package, self._slots, keep)
 
     def _is_of_file(self, at: SlotAt, damage: Corruption, file: ShardFile) -> bool:
         """Whether a slot has the content of the file, apart from its corruption."""
         if damage.useless:
             return False
         try:
-            with closing(Arena.open(self._arenas.node_dir / at.arena)) as arena:
+            with closing(Arena.open(self._context.arenas.node_dir / at.arena)) as arena:
                 hashes, snapshot = arena.hashes(at.slot), arena.control.record(at.slot).snapshot
         except ArenaError:
             return False
         same = hashes is not None and np.array_equal(hashes, file.entry.chunk_hashes)
-        return same and snapshot == self._stored.snapshot
-
-    def _keep(self) -> Sequence[Collection[SnapshotId]]:
-        return worth_keeping(self._inventory, self._topology, self._stored.snapshot)
+        return same and snapshot == self.files.stored.snapshot
 
 
 def reads(snapshot: SnapshotId) -> str:
@@ -165,6 +213,13 @@ def reads(snapshot: SnapshotId) -> str:
     return f"reads iteration {snapshot.iteration} from storage"
 
 
-def _bring(file: ShardFile, build: ShardReconstruction, chunk: int) -> None:
-    """Read and verify a chunk, and write it to its slot."""
-    build.put(chunk, 0, np.frombuffer(proven(file, chunk), np.uint8))
+def report_fetched(events: Events, snapshot: SnapshotId, num_shards: int, usage: Counts, secs: float) -> None:
+    """Report that shards were read from storage, by all ranks together."""
+    events.emit("fetched", iteration=snapshot.iteration, shards=num_shards, bytes=usage["bytes"], secs=secs)
+
+
+def _seal(builds: Mapping[str, ShardReconstruction], usage: Counts) -> Counts:
+    for shard, build in builds.items():
+        if damage := build.finish():
+            raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is still corrupt", lasting=True)
+    return usage

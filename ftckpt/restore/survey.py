@@ -12,12 +12,12 @@ from ftckpt.group import Group, gather_each
 from ftckpt.memory.arena import open_control
 from ftckpt.memory.control_block import ControlBlock
 from ftckpt.memory.directory import list_arenas
+from ftckpt.memory.inventory import Inventory
 from ftckpt.memory.lineage_file import read_lineage
+from ftckpt.memory.locations import OpenArenas
 from ftckpt.model.lineage import FIRST, UNKNOWN, Lineage, LoadedCheckpoint, last_shared, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology
-from ftckpt.restore.inventory import Inventory
-from ftckpt.restore.locations import OpenArenas
 from ftckpt.restore.search import part_of_inventory
 from ftckpt.restore.storage_catalog import CatalogSurvey, StorageCatalog, StorageView
 
@@ -46,7 +46,7 @@ class SurveyResult(NamedTuple):
     loaded: LoadedCheckpoint
     memory: Sequence[NodeMemory]
     head: Lineage
-    shelf: StorageCatalog
+    catalog: StorageCatalog
     reports: Sequence[Inventory] | None
 
     def whole(self, head: Lineage) -> int:
@@ -73,14 +73,14 @@ class SurveyResult(NamedTuple):
     @property
     def newest_there(self) -> int:
         """The newest iteration in memory and on storage; -1 for none."""
-        return max(self.newest(self.head), self.shelf.newest)
+        return max(self.newest(self.head), self.catalog.newest)
 
     def _lineage_of(self, memory: NodeMemory) -> Lineage:
         return memory.lineage if memory.lineage.branches else self.head
 
 
-def look(
-    group: Group, topology: Topology, arenas: OpenArenas, shelf_look: CatalogSurvey, loaded: LoadedCheckpoint
+def take_survey(
+    group: Group, topology: Topology, arenas: OpenArenas, catalog_survey: CatalogSurvey, loaded: LoadedCheckpoint
 ) -> SurveyResult:
     """The survey, the same on all ranks. Collective.
 
@@ -104,19 +104,23 @@ def look(
         return None
 
     seen, ranks, reports = gather_each(
-        group, (shelf_look.see, StorageView), (read, NodeMemory), (report, Inventory | None)
+        group, (catalog_survey.see, StorageView), (read, NodeMemory), (report, Inventory | None)
     )
-    shelf = shelf_look.join(seen)
+    catalog = catalog_survey.join(seen)
+    _require_alike(ranks)
+    head = newest([catalog.lineage, *(one.lineage for one in ranks)])
+    return SurveyResult(
+        # One rank suffices: others may not see the newest checkpoint on storage, from which a named one differs.
+        replace(loaded, named=any(one.loaded.named for one in ranks)),
+        ranks, head if head.branches else FIRST,
+        catalog, reports if None not in reports else None,
+    )  # fmt: skip
+
+
+def _require_alike(ranks: Sequence[NodeMemory]) -> None:
     differing = {one.loaded.iteration: rank for rank, one in enumerate(ranks)}
     if len(differing) > 1:
         found = ", ".join(f"rank {rank} {iteration}" for iteration, rank in sorted(differing.items())[:3])
         raise ConfigError(
             f"restore: ranks have loaded different iterations from storage ({found}): let all ranks load the same one"
         )
-    head = newest([shelf.lineage, *(one.lineage for one in ranks)])
-    return SurveyResult(
-        # One rank suffices: others may not see the newest checkpoint on storage, from which a named one differs.
-        replace(loaded, named=any(one.loaded.named for one in ranks)),
-        ranks, head if head.branches else FIRST,
-        shelf, reports if None not in reports else None,
-    )  # fmt: skip

@@ -20,14 +20,14 @@ from ftckpt.host_memory import host_memory
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.inventory import ArenaReport, report_arena
+from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.topology import Topology, first_of_each_stage
 from ftckpt.restore.decide import newest_whole
-from ftckpt.restore.inventory import ArenaReport, report_arena
-from ftckpt.restore.load import Transfer, execute, fetch, reader_for, transfers_of
-from ftckpt.restore.locations import OpenArenas, SlotAt
+from ftckpt.restore.load import Reads, Transfer, execute, fetch, reader_for, transfers_of
 from ftckpt.restore.reconstruction_plan import in_batches
 from ftckpt.restore.tensor_index import Index, ShardEntry
 from ftckpt.universal.arenas import (
@@ -201,7 +201,7 @@ class UniversalSave:
             reader = reader_for(self._topology, shard.source)
             transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
         # On all ranks: the others must serve the reads.
-        execute(self._group, lambda: transfers, self._arenas)
+        execute(self._group, lambda: Reads.of(self._group.rank, transfers, self._arenas.shard), self._arenas)
         return together(
             self._group, lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes()))
         )
@@ -266,9 +266,10 @@ class _Arrivals:
     def _bring(self, problem: Exception | None = None) -> None:
         self._here.extend((rows, host_memory(rows.nbytes)) for rows in next(self._batched, ()))
 
-        def plan() -> Sequence[Transfer]:
+        def plan() -> Reads:
             _raise(problem)
-            return self._plan([(rows.fragment, buffer) for rows, buffer in self._here])
+            transfers = self._plan([(rows.fragment, buffer) for rows, buffer in self._here])
+            return Reads.of(self._group.rank, transfers, self._arenas.shard)
 
         self._left, self._failed = self._left - 1, True
         execute(self._group, plan, self._arenas)

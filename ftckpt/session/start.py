@@ -130,13 +130,13 @@ def load(rank: RankContext, shard: Shard, checkpoint: LoadedCheckpoint) -> LoadR
         decision = restart.choose(config.on_lost, checkpoint, request, unproven)
         # Before any rank trains: a restart after a kill must not find a newer slot to resume from.
         rank.events.end_part("decide")
-        lineage = restart.void_newer(decision)
+        lineage = restart.invalidate_newer(decision)
         if decision is not None:
             decision = restart.load(decision, training_state, shard.state)
         restart.record_lineage()
-        rank.protection.smp.lineage = restart.lineage
+        rank.protection.smp.lineage = restart.resumption.lineage
         # After the load, which may detect corruption.
-        rank.state.flushes.begin(restart.on_storage)
+        rank.state.flushes.begin(restart.resumption.on_storage)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
         shard.capacities = restart.capacities()

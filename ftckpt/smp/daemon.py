@@ -15,11 +15,11 @@ from ftckpt.events import MAX_LOG_BYTES, Events, log
 from ftckpt.memory.control_block import ControlBlock
 from ftckpt.memory.end_notes import tell, told_of
 from ftckpt.memory.heartbeat import Heartbeat, RankHeartbeat, SmpState
+from ftckpt.memory.inventory import read_protection, take_inventory
+from ftckpt.memory.locations import OpenArenas
 from ftckpt.memory.log_archive import keep_logs, kept_path
 from ftckpt.memory.memory_limits import may_hang, used_bytes
 from ftckpt.model import codec
-from ftckpt.restore.inventory import read_protection, take_inventory
-from ftckpt.restore.locations import OpenArenas
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, DescriptionStore, NodeLock, anon_bytes, load_description
 from ftckpt.smp.liveness import DeathWatch, Liveness

@@ -10,10 +10,10 @@ from typing import Any
 
 from ftckpt.errors import SmpError
 from ftckpt.memory.heartbeat import HeartbeatGauge, RankHeartbeat
+from ftckpt.memory.inventory import NodeProtection
 from ftckpt.memory.page import pid_of
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore.inventory import NodeProtection
 
 _MOST_BYTES = 64 << 20
 """Limit after decompression: hundreds of times the size for a node of eight large arenas."""

@@ -58,7 +58,7 @@ class StatusRequest(SmpRequest):
 
 @dataclass(frozen=True)
 class ReportRequest(SmpRequest):
-    """Report the node's contents: the reply of ``status``, and ``inventory``, a ``restore.inventory.Inventory``."""
+    """Report the node's contents: the reply of ``status``, and ``inventory``, a ``memory.inventory.Inventory``."""
 
     WORD = "report"
     FROM_ANYWHERE = True
@@ -67,7 +67,7 @@ class ReportRequest(SmpRequest):
 @dataclass(frozen=True)
 class ProtectionRequest(SmpRequest):
     """Report the node's protection of ``snapshot`` in ``layout``, with the packages of ``shards``. The reply has
-    ``protection``, a ``restore.inventory.NodeProtection`` encoded by ``reports.packed``."""
+    ``protection``, a ``memory.inventory.NodeProtection`` encoded by ``reports.packed``."""
 
     WORD = "protection"
     FROM_ANYWHERE = True

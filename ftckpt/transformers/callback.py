@@ -128,10 +128,10 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         self._checkpointer.close()
 
     def _epoch(self, run: Callable[..., None], **given: Any) -> None:
-        """Run the rest of an epoch; epochs before the restored step are skipped."""
+        """Run the rest of an epoch; those before the restored step are skipped, all if it was the last step."""
         self._steps_per_epoch = given["num_update_steps_per_epoch"]
         first, steps = divmod(self._restored_step, self._steps_per_epoch)
-        if given["epoch"] < first:
+        if given["epoch"] < first or self._restored_step >= self._trainer.state.max_steps:
             return
         if self._restored_step and given["epoch"] == first:
             args = self._trainer.args

@@ -24,6 +24,7 @@ from ftckpt.memory.arena import CONTROL_NAME, Arena
 from ftckpt.memory.control_block import SealId
 from ftckpt.memory.directory import list_directories
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.inventory import ArenaReport, report_arena
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
@@ -32,7 +33,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import listed
 from ftckpt.model.topology import first_of_each_stage
 from ftckpt.restore.decide import newest_whole
-from ftckpt.restore.inventory import ArenaReport, report_arena
 from ftckpt.universal.catalog import Catalog, Reader
 from ftckpt.universal.consolidation import MASTER, WEIGHT, master_of
 from ftckpt.universal.storage import CheckedOnce

@@ -162,16 +162,6 @@ def test_each_launch_of_a_program_trains(tmp_path: Path, arena_root: Path) -> No
 
 
 @pytest.mark.slow
-def test_attempts_without_a_snapshot_that_come_further_go_on(tmp_path: Path, arena_root: Path) -> None:
-    """From checkpoints of the script's own, between which faults come more often than snapshots."""
-    code, output = trained_by_torchrun(tmp_path, "every fourth", arena_root, restarts=8, EVERY="50", LAST="21")
-    assert code == 0, output
-    assert [what for _, what in logged(tmp_path, 1) if "fault" in str(what)] == [
-        f"fault at {n}" for n in range(4, 21, 4)
-    ]
-
-
-@pytest.mark.slow
 def test_attempts_that_fail_at_the_same_place_end(tmp_path: Path, arena_root: Path) -> None:
     code, output = trained_by_torchrun(tmp_path, "at the fourth", arena_root, restarts=6, EVERY="50")
     assert code != 0 and [what for _, what in logged(tmp_path, 0)].count(["restored", None]) == 3, output

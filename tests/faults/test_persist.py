@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from ftckpt.cli.main import main
-from ftckpt.errors import LostError, MemoryBudgetError, StorageError
+from ftckpt.errors import CorruptError, LostError, MemoryBudgetError, StorageError
 from ftckpt.events import Events
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.destinations import LoadTarget
@@ -28,9 +28,8 @@ from ftckpt.persist.commit import CheckpointName, checkpoints, claim, iteration_
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore import direct_read, storage_catalog
-from ftckpt.restore import storage_source as stored_shards
-from ftckpt.restore.direct_read import DirectReader
+from ftckpt.restore import restart, room, selected_shards, storage_catalog
+from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from ftckpt.session import node_smp
 from ftckpt.session.checkpointer import Checkpointer
 from tests.support import jobs, plain
@@ -185,7 +184,7 @@ def restored_late(rank: int, world_size: int, settings: dict[str, Any], by_slots
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardFile, "scatter", late)
         if by_slots:
-            patch.setattr(direct_read, "reads_little_twice", lambda *_: False)
+            patch.setattr(selected_shards, "reads_little_twice", lambda *_: False)
         return restored(rank, world_size, settings)
 
 
@@ -221,7 +220,7 @@ def damaged(settings: dict[str, Any], iteration: int, shard: str) -> None:
 
 def restored_by_slots(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_read, "reads_little_twice", lambda *_: False)
+        patch.setattr(selected_shards, "reads_little_twice", lambda *_: False)
         return restored(rank, world_size, settings)
 
 
@@ -375,9 +374,30 @@ def restored_without_room(rank: int, world_size: int, settings: dict[str, Any]) 
         raise MemoryBudgetError("no room")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_read, "reads_little_twice", lambda *_: False)
-        patch.setattr(stored_shards, "make_room", refuse)
+        patch.setattr(selected_shards, "reads_little_twice", lambda *_: False)
+        patch.setattr(room, "make_room", refuse)
         return restored(rank, world_size, settings)
+
+
+def restored_into_bad_memory(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
+    """A byte of each chunk changes on its way into its slot."""
+    put = ShardReconstruction.put
+
+    def flipped(self: ShardReconstruction, chunk: int, begin: int, data: Any) -> None:
+        bad = data.copy()
+        bad[5] ^= 1
+        put(self, chunk, begin, bad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selected_shards, "reads_little_twice", lambda *_: False)
+        patch.setattr(ShardReconstruction, "put", flipped)
+        return restored(rank, world_size, settings)
+
+
+def test_what_goes_bad_on_its_way_from_storage_into_a_slot_is_not_restored(going_on: dict[str, Any]) -> None:
+    with a_rank_raises(CorruptError, "chunk 0", "memory"):
+        run_ranks(restored_into_bad_memory, 4, going_on)
+    assert not any(arena.snapshots() for arena in arenas_of(going_on))
 
 
 def test_slots_without_one_for_storage_are_refused(persisting: dict[str, Any]) -> None:
@@ -537,18 +557,18 @@ def test_what_a_restart_reads_nobody_removes(going_on: dict[str, Any]) -> None:
 
 
 def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    bring, tried = DirectReader.bring, list[bool]()
+    execute, tried = restart.execute, list[bool]()
 
-    def retire_and_bring(self: DirectReader, *args: Any) -> Any:
+    def retire_and_read(*args: Any, **kwargs: Any) -> Any:
         if rank == 0:
             there = [one.snapshot for one in stored(settings)]
             storage = open_storage(settings["persist"])
             doomed = {CheckpointName(there[0].iteration): there[0]}
             retention.retire(storage, doomed, there[-1].iteration, lambda: True)
             tried.append(True)
-        return bring(self, *args)
+        return execute(*args, **kwargs)
 
-    DirectReader.bring = retire_and_bring  # type: ignore[method-assign]
+    restart.execute = retire_and_read
     was = restored(rank, world_size, settings)
     assert tried == [True] * (rank == 0), "the restart reads another way"
     return was

@@ -134,7 +134,7 @@ def test_fragments_of_all_ranks_make_up_the_model(name: str) -> None:
         assert {"exp_avg", "exp_avg_sq", "step"} <= roles
 
 
-@pytest.mark.parametrize("name", by_default(ALL, QUICK))
+@pytest.mark.parametrize("name", by_default(ALL, [name for name in QUICK if "pp2" not in name]))
 def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, settings: dict[str, Any]) -> None:
     assert jobs.goes_on(ds_jobs.outcomes, ds_jobs.Run(ALL[name], 5, settings), 3) in (2, 3)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,11 @@ DIFFERING_AT = 8
 KEY = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
 
 
+def described() -> Any:
+    """The optimizer-updated pieces of this rank's job."""
+    return sys.modules["ftckpt.megatron"].door.state.describe().stepped
+
+
 def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) -> jobs.Outcome:
     """One element of rank 1 goes wrong right before the proof that comes with snapshot ``DIFFERING_AT``."""
     prove, calls = Shard.prove, [0]
@@ -38,7 +44,7 @@ def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) ->
         calls[0] += 1
         if calls[0] == 4:  # with snapshots 1, 2, 4 and 8
             if rank == 1:
-                pieces = self._described.stepped
+                pieces = described()
                 next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
             if no_room:
                 ledger.check_budget = full  # type: ignore[assignment]
@@ -141,7 +147,7 @@ def drifting(rank: int, world_size: int, run: jobs.Run, at: int = DRIFTS_AT, sam
 
     def spoil(self: SnapshotDriver, decision: Any, *rest: Any) -> int:
         if rank == 1 and decision.snapshot.iteration == at:
-            pieces = self.shard.state.stepped
+            pieces = described()
             next(piece for piece in pieces if piece.fragment.key == KEY).tensor[0] = 1e-3
         return take(self, decision, *rest)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,12 @@ import pytest
 import torch
 
 from ftckpt.group import Group
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.image import Span
+from ftckpt.memory.locations import SlotAt
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.restore import load
 from ftckpt.restore import redistribute as wire
-from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import plan
 from ftckpt.restore.redistribute import Stream, Strip, exchange
 from ftckpt.restore.tensor_index import Index, ShardEntry
@@ -76,13 +80,19 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
             self.views += 1
             return memoryview(np.memmap(Path(folder) / f"{seed}-{place.arena}", np.uint8, "r"))
 
-        def file(self, place: SlotAt) -> Any:
-            def read_into(begin: int, memory: memoryview) -> None:
-                with open(Path(folder) / f"{seed}-{place.arena}", "rb") as file:
-                    file.seek(begin)
-                    assert file.readinto(memory) == len(memory)
+        def shard(self, place: SlotAt) -> Any:
+            path = Path(folder) / f"{seed}-{place.arena}"
+            size = path.stat().st_size
+            chunks = [Span(at, min(at + 1000, size)) for at in range(0, size, 1000)]
 
-            return SimpleNamespace(read_into=read_into)
+            def scatter(number: int, targets: Sequence[LoadTarget]) -> None:
+                with open(path, "rb") as file:
+                    for begin, memory in targets:
+                        assert chunks[number].begin <= begin <= begin + len(memory) <= chunks[number].end
+                        file.seek(begin)
+                        assert file.readinto(memory) == len(memory)
+
+            return SimpleNamespace(image=SimpleNamespace(chunks=chunks, objects=Span(size, size)), scatter=scatter)
 
     group, outcomes = Group(60.0), []
     wire.GRAIN_BYTES = 64
@@ -113,7 +123,8 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
             found = [read for read in reads if read.offer.source == source]
             transfers.append(load.transfer(SlotAt(nodes[source], f"a{source}", 0), reader, found, live))
         files = Files(nodes[rank])
-        moved = load.execute(group, lambda t=transfers: t, files, rng.choice([1, 3]))  # type: ignore[arg-type]
+        reads_of = partial(load.Reads.of, rank, transfers, files.shard)
+        moved = load.execute(group, reads_of, files, rng.choice([1, 3]))  # type: ignore[arg-type]
         right = [bool((t.numpy() == value(n.key, n)).all()) for t, n in zip(live, needs, strict=True)]
         outcomes.append({"right": right, "nodes": nodes, "new": {k: asdict(v) for k, v in new.items()}})
         outcomes[-1] |= {**asdict(moved), "needs": sum(need.nbytes for need in needs)}

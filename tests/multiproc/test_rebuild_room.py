@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -15,14 +14,12 @@ from typing import Any
 import pytest
 from test_rebuild_layout import chosen, started
 
-from ftckpt.errors import MemoryBudgetError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.image import SlotImage
 from ftckpt.memory.parity_file import ParityFile, list_parity
 from ftckpt.parity.modes import Modes
 from tests.support import protected
-from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.killing import die_at
 from tests.support.mounting import leave_free, tmpfs
@@ -116,27 +113,6 @@ def test_what_was_passed_by_is_given_up_for_a_rebuild(
     assert restored(lost, tmp_path, wanted, 4) == "peer_parity"
 
 
-def test_nothing_is_given_up_where_there_is_room(
-    arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost, wanted = lose(arena_root, tmp_path / "n1", monkeypatch, (2, 3, 4, 5))
-    leave_free(node, lost.slot_bytes + 65536)
-    restored(lost, tmp_path, wanted)
-    assert not read_events(tmp_path / "events", "spare_given_up")
-    assert sorted(lost.held("n0")) == [[2, 3, 4, 5], [2, 3, 4, 5], [5]]
-
-
-def test_newer_snapshots_go_last(
-    arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They could not be taken, and restoring an older one voids them."""
-    lost, wanted = lose(arena_root, tmp_path / "n1", monkeypatch, (4, 5, 6))
-    leave_free(node, 8192)
-    assert restored(lost, tmp_path, wanted) == "peer_parity"
-    (event,) = read_events(tmp_path / "events", "spare_given_up")
-    assert event["newer"] and sorted(lost.held("n0")) == [[4, 5], [4, 5], [5]]
-
-
 def test_what_does_not_suffice_is_not_given_up(
     arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,32 +133,6 @@ def test_what_does_not_suffice_is_not_given_up(
     restored(lost, tmp_path, wanted)
 
 
-def test_a_node_without_room_keeps_others_from_giving_up(
-    arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost, _ = lose(arena_root, tmp_path / "n1", monkeypatch, (3, 4, 5))
-    with tmpfs(tmp_path / "n2") as other:
-        for entry in lost.job.node_dir("n2").iterdir():
-            shutil.move(entry, other)
-            lost.job.node_dir("n2")
-        shutil.rmtree(lost.job.node_dir("n2"))
-        bound = arena_root / "ftckpt-job" / "n2"
-        bound.mkdir()
-        assert os.system(f"mount --bind {other} {bound}") == 0
-        try:
-            for path in list_arenas(bound):  # it has nothing to give up
-                with closing(Arena.open(path, writable=True)) as arena:
-                    arena.free(0)
-            leave_free(node, 8192)
-            leave_free(other, 8192)
-            before = lost.files()
-            with a_rank_raises(MemoryBudgetError, "rank 1", "reconstruct"):
-                started(lost.job, LEFT, tmp_path)
-            assert lost.files() == before
-        finally:
-            assert os.system(f"umount -l {bound}") == 0
-
-
 # --- kills ---
 
 
@@ -199,7 +149,7 @@ def broken(job: Job, where: str, nth: int) -> None:
 
 
 POINTS = {
-    "before anything is freed": ("ftckpt.restore.repair:give_up", 1),
+    "before anything is freed": ("ftckpt.restore.room:give_up", 1),
     "a slot is void but not freed": ("ftckpt.memory.arena:Arena._delete", 1),
     "half of an arena": ("ftckpt.memory.arena:Arena.free", 2),
     "one arena of two": ("ftckpt.memory.ledger:_free", 2),
@@ -207,7 +157,7 @@ POINTS = {
     "an arena without a snapshot": ("ftckpt.memory.control_block:ControlBlock.begin", 1),
     "half rebuilt": ("ftckpt.restore.shard_reconstruction:ShardReconstruction.put", 3),
     "all but the seal": ("ftckpt.memory.control_block:ControlBlock.seal", 1),
-    "before newer ones are void": ("ftckpt.restore.restart:Restart.void_newer", 1),
+    "before newer ones are void": ("ftckpt.restore.restart:Restart.invalidate_newer", 1),
 }
 
 

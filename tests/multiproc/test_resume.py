@@ -18,7 +18,6 @@ LAYOUTS = {
     "tp2-pp2-dp2-distributed": (8, FULL),
     "tp2-pp2-dp2-replicated-overlap": (8, [*FULL, "--no-distributed-optimizer", "--overlap-grad-reduce"]),
     "dp2-fp32": (2, ["--precision", "fp32", "--no-distributed-optimizer"]),
-    "dp2-fp32-distributed": (2, ["--precision", "fp32"]),
     "dp2-fp16-scaled": (2, ["--precision", "fp16", "--loss-scale", "262144", "--loss-scale-window", "2"]),
     "pp2-vpp2-dp2-overlap-both": (
         4,
@@ -28,8 +27,6 @@ LAYOUTS = {
     "ep2-experts-replicated": (2, ["--ep", "2", "--num-experts", "4", "--no-distributed-optimizer"]),
     "tp2-swiglu-gqa-untied": (2, ["--tp", "2", "--swiglu", "--kv-groups", "2", "--untie"]),
     "tp2-dp2-fp32-sequence": (4, ["--tp", "2", "--precision", "fp32", "--swiglu", "--untie", "--sequence-parallel"]),
-    "ep2-aux-loss": (2, ["--ep", "2", "--num-experts", "4"]),
-    "dp2-overlap-param-gather": (2, ["--overlap-grad-reduce", "--overlap-param-gather"]),
 }
 
 
@@ -72,32 +69,6 @@ def test_another_precision_takes_all_but_the_loss_scaler(
     # Masters and moments went on: a job from the beginning has twice the loss's distance.
     assert abs(outcome.history[0][1] - before[0].history[-1][1]) < 0.2
     assert not jobs.events(settings, "snapshot_error")
-
-
-@pytest.mark.slow
-def test_every_third_iteration_in_four_slots(settings: dict[str, Any]) -> None:
-    settings |= {"interval": 3, "slots": 4}
-    argv = ["--pp", "2"]
-    reference = jobs.outcomes(2, jobs.Run(argv, until=9))
-    jobs.broken(2, jobs.Run(argv, until=8, settings=settings, end="die"))
-    resumed = jobs.outcomes(2, jobs.Run(argv, until=9, settings=settings))
-    assert jobs.assert_continues(reference, resumed) == 6
-    assert {e["iteration"] for e in jobs.events(settings, "snapshot")} == {3, 6, 9}
-
-
-@pytest.mark.slow
-def test_swapped_nodes_load_over_the_network(settings: dict[str, Any], arena_root: Path) -> None:
-    here, there = ["a"] * 4 + ["b"] * 4, ["b"] * 4 + ["a"] * 4
-    reference = jobs.outcomes(8, jobs.Run(FULL, until=7))
-    jobs.broken(8, jobs.Run(FULL, until=4, settings=settings, nodes=here, end="die"))
-    again = jobs.broken(8, jobs.Run(FULL, until=5, settings=settings, nodes=there, end="die"))
-    assert all(map(jobs.killed, again)), [r.error for r in again]
-    loaded = jobs.events(settings, "loaded")
-    assert len(loaded) == 8
-    assert all(event["received_bytes"] > 0 for event in loaded)
-    resumed = jobs.outcomes(8, jobs.Run(FULL, until=7, settings=settings, nodes=there))
-    assert jobs.assert_continues(reference, resumed) >= 4
-    assert not list(arena_root.iterdir())
 
 
 def test_replicas_that_differ_are_each_captured(settings: dict[str, Any]) -> None:

@@ -70,25 +70,11 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "standalone": ("--standalone", "--nproc-per-node", "2", "train.py", "--lr", "1", "-m"),
-    "one node": ("--nproc_per_node=2", "--role", "r", "train.py"),
     "a module": ("--nproc-per-node", "1", "-m", "train", "word"),
     "static": ("--rdzv-backend", "static", "--master-port", "PORT", "--node-rank", "0", "./train.py"),
-    "c10d": (
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        "--rdzv-id",
-        "i",
-        "--nnodes",
-        "1:1",
-        "train.py",
-    ),
     "virtual local ranks": ("--nproc-per-node", "2", "--virtual-local-rank", "train.py", "${local_rank}"),
     "no python": ("--no-python", "python3", "train.py", "a"),
-    "run path": ("--run-path", "train.py", "a"),
     "logs": ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "0:3,1:1", "--tee", "1:1", "train.py"),
-    "filters": ("--nproc-per-node", "2", "--log-dir", "logs", "-t", "3", "--local-ranks-filter", "1", "train.py"),
 }
 
 

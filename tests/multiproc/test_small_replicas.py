@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import ftckpt
 import ftckpt.torch
-from ftckpt.restore.direct_read import DirectReader
+from ftckpt.restore.load import Reads
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -23,13 +24,14 @@ def train(rank: int, world_size: int, arena: str, iterations: int) -> tuple[int 
     from torch.distributed.fsdp import fully_shard
 
     read: list[str] = []
-    whole = DirectReader.bring
+    whole = Reads.of
 
-    def bring(self: DirectReader, *args: object) -> object:
-        read.extend(chunk.file.image.manifest.shard for chunk in self._chunks)
-        return whole(self, *args)  # type: ignore[arg-type]
+    def of(*args: Any) -> Reads:
+        planned = whole(*args)
+        read.extend(chunk.source.image.manifest.shard for chunk in planned.chunks)
+        return planned
 
-    DirectReader.bring = bring  # type: ignore[assignment, method-assign]
+    Reads.of = of  # type: ignore[method-assign]
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))

@@ -8,22 +8,16 @@ from contextlib import closing
 from pathlib import Path
 
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.inventory import ArenaReport, Inventory, ParityReport, VerifiedPackage, take_inventory
+from ftckpt.memory.locations import OpenArenas, PackageAt, SlotAt
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.replicas import Gather, Holdings, ReplicaSets, find_sharing
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.groups import Member, node_groups, peer_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.decide import Decision, Findings, Query, decide
-from ftckpt.restore.inventory import (
-    ArenaReport,
-    Inventory,
-    ParityReport,
-    SnapshotProtection,
-    VerifiedPackage,
-    take_inventory,
-)
-from ftckpt.restore.locations import OpenArenas, PackageAt, SlotAt
 
 
 def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Topology:
@@ -57,7 +51,7 @@ def decided(reports: Sequence[ArenaReport], topology: Topology, damaged: Collect
         answer = decide(Inventory(tuple(reports)), topology, findings)
         if not isinstance(answer, Query):
             return answer
-        findings.shields[answer.snapshot] = SnapshotProtection()
+        findings.protections[answer.snapshot] = SnapshotProtection()
 
 
 def inventory_of(*folders: Path) -> Inventory:

@@ -87,7 +87,7 @@ POINTS: dict[str, Point] = {
     "between": Point((f"{_CHECKPOINTER}.step",), "argument", 1, after=True),
     "post": Point(("ftckpt.session.vote:Agreement.post",), "snapshot", after=True),
     "mark": Point((f"{_CONTROL}.mark_whole",), "argument", 1, after=True),
-    "load": Point((f"{_RESTART}:execute", "ftckpt.restore.direct_read:DirectReader.bring"), "restored"),
+    "load": Point((f"{_RESTART}:execute",), "restored"),
 }
 
 
@@ -238,7 +238,7 @@ def install(faults: Iterable[Fault], rank: int, world_size: int | None = None) -
     # These lie inside the wrappers of the points.
     _undo.append(wrap(f"{_CHECKPOINTER}.step", at_calls(injector.stepped, after=True)))
     _undo.append(wrap("ftckpt.capture.capture:Capture.begin", at_calls(injector.begins)))
-    _undo.append(wrap(f"{_RESTART}:Restart.void_newer", at_calls(injector.decided)))
+    _undo.append(wrap(f"{_RESTART}:Restart.invalidate_newer", at_calls(injector.decided)))
     for name, place, after in places:
         _undo.append(wrap(place, at_calls(lambda *args, name=name: injector.reached(name, args), after)))
 

@@ -253,7 +253,7 @@ def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "
     found = Restart(group, topology, job.node_dir(topology.me.node), Events(events, rank))
     try:
         decision = found.choose(on_lost)
-        found.void_newer(decision)
+        found.invalidate_newer(decision)
         told = {"source": found.source, "sources": found.usage}
         if decision is not None:
             mine = decision.sources[topology.me.shard]

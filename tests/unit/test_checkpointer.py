@@ -15,9 +15,10 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StalledError, StorageError
 from ftckpt.events import Events
 from ftckpt.memory.launch_record import LauncherRun
-from ftckpt.model.lineage import NO_CHECKPOINT, UNKNOWN
+from ftckpt.model.lineage import NO_CHECKPOINT
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
+from ftckpt.restore.restart import Resumption
 from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session import checkpointer as checkpointer_module
 from ftckpt.session import start
@@ -160,10 +161,10 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     """A node that has come anew has no parity yet, whatever the marks of others say."""
     snapshot, state = SnapshotId(LINEAGE, 5), SessionState(Config(), protects=True)
     found: Any = SimpleNamespace(
-        choose=lambda *_: SimpleNamespace(snapshot=snapshot), void_newer=lambda _: LINEAGE, load=lambda one, *_: one,
-        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, lineage=UNKNOWN, source="", why="",
-        capacities=lambda: None, cast=frozenset(), on_storage=-1, close=lambda: None, record_lineage=lambda: None,
-        written_by=lambda _: "",
+        choose=lambda *_: SimpleNamespace(snapshot=snapshot), invalidate_newer=lambda _: LINEAGE,
+        usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, resumption=Resumption(), source="",
+        capacities=lambda: None, cast=frozenset(), close=lambda: None, record_lineage=lambda: None, why="",
+        written_by=lambda _: "", load=lambda one, *_: one,
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
     remains = [ArenaRemains(mark, (snapshot,)) for mark in (snapshot, None)]

@@ -12,22 +12,15 @@ from hypothesis import strategies as st
 
 from ftckpt.errors import LostError
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.inventory import ArenaReport, Inventory, NodeProtection, PackageReport, Problem, SlotReport
+from ftckpt.memory.locations import PackageAt, SlotAt
 from ftckpt.model.codec import decode, encode
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.decide import Decision, Findings, Query, decide, newest_whole
-from ftckpt.restore.inventory import (
-    ArenaReport,
-    Inventory,
-    NodeProtection,
-    PackageReport,
-    Problem,
-    SlotReport,
-    SnapshotProtection,
-)
-from ftckpt.restore.locations import PackageAt, SlotAt
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, ShardRepair
 from ftckpt.restore.search import is_of_one_layout
 from tests.support.choosing import decided, job, shield_of
@@ -60,12 +53,6 @@ def chosen(*reports: ArenaReport, bad: Collection[SlotAt] = ()) -> Decision | No
     return decided(reports, JOB, bad)
 
 
-def test_the_newest_whole_snapshot_is_taken() -> None:
-    decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 5), (A, 4)))
-    sources = {"tp0": SlotAt("n0", "tp0.0011", 1), "tp1": SlotAt("n1", "tp1.0011", 0)}
-    assert decision == Decision(SnapshotId(A, 5), sources, (), None, LAYOUT, {"tp0": 0, "tp1": 1})
-
-
 def test_a_shard_missing_in_the_newest_gives_the_one_before_and_says_why() -> None:
     decision = chosen(report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4)))
     assert decision is not None and decision.snapshot.iteration == 4
@@ -78,22 +65,6 @@ def test_iterations_of_two_lineages_are_never_one_snapshot() -> None:
     decision = chosen(*reports)
     assert decision is not None and decision.snapshot == SnapshotId(A, 4)
     assert chosen(report("tp0", (A, 5)), report("tp1", (B, 5))) is None
-
-
-def test_bad_slots_are_left_out() -> None:
-    reports = report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4), (A, 5))
-    decision = chosen(*reports, bad={SlotAt("n1", "tp1.0011", 1)})
-    assert decision is not None and decision.snapshot.iteration == 4
-    (why,) = decision.passed_over
-    assert not lacks(why, "5", "tp1")
-
-
-@pytest.mark.parametrize("home", ["n0", "n1", "n2"])
-def test_a_copy_on_the_home_node_is_preferred_in_any_order_of_reports(home: str) -> None:
-    copies = [report("tp0", (A, 5), node=node) for node in ("n0", "n1", "n2")]
-    for order in itertools.permutations(copies):
-        decision = decided(order, job({"tp0": home}, LAYOUT))
-        assert isinstance(decision, Decision) and decision.sources["tp0"].node == home
 
 
 @pytest.mark.parametrize(
@@ -128,12 +99,6 @@ def test_what_was_whole_and_is_lost_names_the_missing_shard(
 def test_an_unreadable_arena_may_have_held_the_last_snapshot() -> None:
     with raises(LostError, "tp0"):
         chosen(report("tp0", layout={}, problems=("control block: bad magic",)), report("tp1", (A, 4)))
-
-
-def test_an_empty_arena_of_another_layout_is_no_hindrance() -> None:
-    stale = report("tp3", layout={"tp": 4, "pp": 1})
-    decision = chosen(stale, report("tp0", (A, 5)), report("tp1", (A, 5)))
-    assert decision is not None and decision.snapshot.iteration == 5
 
 
 SNAPSHOTS = list(itertools.product((A, B), (1, 2)))
@@ -191,16 +156,6 @@ def check(reports: Sequence[ArenaReport], bad: Collection[SlotAt]) -> None:
     assert chosen(*reversed(reports), bad=bad) == decision
 
 
-def test_every_small_case_is_as_defined() -> None:
-    contents = [c for n in range(3) for c in itertools.combinations(SNAPSHOTS, n)]
-    elsewhere = [[], [report("tp0", (A, 2), node="n7")], [report("tp9", (A, 2))]]
-    check([], ())
-    for first, second, whole, others in itertools.product(contents, contents, (None, (A, 1)), elsewhere):
-        reports = [report("tp0", *first, whole=whole), report("tp1", *second), *others]
-        for bad in ((), [SlotAt("n0", "tp0.0011", 0)]):
-            check(reports, bad)
-
-
 REPORTS = st.lists(
     st.builds(
         lambda shard, node, snapshots, whole: report(shard, *snapshots, node=node, whole=whole),
@@ -218,12 +173,6 @@ REPORTS = st.lists(
 def test_any_reports_give_the_decision_by_definition(reports: list[ArenaReport], data: st.DataObject) -> None:
     sources = [SlotAt(r.node, r.name, slot.index) for r in reports for slot in r.slots]
     check(reports, set(data.draw(st.lists(st.sampled_from(sources), max_size=4))) if sources else ())
-
-
-@given(REPORTS)
-def test_a_report_survives_json(reports: list[ArenaReport]) -> None:
-    for value in reports:
-        assert decode(encode(value), ArenaReport) == value
 
 
 # --- with parity: three ranks on node n0, three on n1 ---
@@ -252,7 +201,7 @@ def shielded(
     packages = [PackageReport(NODES[s], f"{s}.{snapshot}", s, snapshot) for s in packages_of]
     places = {p.shard: PackageAt(p.node, p.file) for p in packages}
     shield = shield_of(holdings, modes, places, lambda member: member.shard not in without_parity_of)
-    return Inventory(packages=tuple(packages)), Findings(shields={snapshot: shield})
+    return Inventory(packages=tuple(packages)), Findings(protections={snapshot: shield})
 
 
 def six(*snapshots: Named, without: Collection[str] = (), whole: Named | None = None) -> list[ArenaReport]:
@@ -300,13 +249,6 @@ def test_nothing_is_asked_where_all_is_there_or_nothing_protects() -> None:
     assert isinstance(older, Decision) and older.snapshot.iteration == 4
 
 
-def test_a_newer_snapshot_that_can_be_rebuilt_goes_before_an_older_that_is_there() -> None:
-    reports = [*six((A, 4), (A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
-    decision = outcome(reports, shielded())
-    assert isinstance(decision, Decision) and decision.snapshot.iteration == 5
-    assert set(rebuilt(decision)) == {"tp1"}
-
-
 def test_of_two_snapshots_of_one_iteration_the_one_that_is_there_is_taken() -> None:
     """The other one's lineage sorts higher."""
     known = shielded((B, 5))
@@ -345,14 +287,6 @@ def test_what_cannot_be_rebuilt_is_named_with_the_failure(case: str) -> None:
     lost, known, message = LOST[case]
     with pytest.raises(LostError, match=message):
         outcome(six((A, 5), without=lost, whole=(A, 5)), known)
-
-
-def test_the_snapshot_before_is_taken_where_the_newest_cannot_be_rebuilt() -> None:
-    known = shielded(without_parity_of=["tp0"])
-    reports = [*six((A, 4), (A, 5), without=["tp1"]), report("tp1", (A, 4), node="n0")]
-    decision = outcome(reports, known)
-    assert isinstance(decision, Decision) and decision.snapshot.iteration == 4
-    assert not lacks(decision.passed_over[0], "tp1")
 
 
 def test_a_whole_node_comes_back_from_its_peers() -> None:
@@ -398,15 +332,6 @@ def test_packages_alone_tell_of_a_loss_where_no_arena_of_their_node_is_left() ->
         assert outcome(there, (Inventory(), Findings())) is None
 
 
-def test_damage_has_names_and_a_json_form() -> None:
-    damage = Corruption((3, 12), ("header", "objects"))
-    assert damage.names == ["header", "chunk 3", "chunk 12", "objects"] and damage and not damage.useless
-    gone = Corruption(reason="/x/slot0: has 5 bytes")
-    assert gone.names == [gone.reason] and gone and gone.useless
-    assert not Corruption() and Corruption().names == []
-    assert [decode(encode(each), Corruption) for each in (damage, gone)] == [damage, gone]
-
-
 def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
     packages, findings = shielded(modes=Modes(node=True, peer=True))
     inventory = Inventory(tuple(six((A, 4), (A, 5))), packages.packages)
@@ -416,7 +341,7 @@ def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
     assert [lacks(problem.text, "tp5") for problem in problems] == [[]]
     assert joined.protects(SnapshotId(A, 5))
     assert not joined.protects(SnapshotId(B, 5)) and not joined.protects(SnapshotId(A, 4))
-    shield = findings.shields[SnapshotId(A, 5)]
+    shield = findings.protections[SnapshotId(A, 5)]
     sound = tuple(package for packages in shield.packages.values() for package in packages)
     groups, parity = tuple(shield.groups.values()), tuple(shield.parity.values())
     node = NodeProtection(groups, parity, sound, (), (Problem("x", "bad"),))

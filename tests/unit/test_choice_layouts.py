@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import LostError, MismatchError
+from ftckpt.memory.inventory import ArenaReport, Inventory, Layout, PackageReport, SlotReport
+from ftckpt.memory.locations import PackageAt, SlotAt
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology, shard_names
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.decide import Decision, Findings, Query, decide, readers_of
-from ftckpt.restore.inventory import ArenaReport, Inventory, Layout, PackageReport, SlotReport, known_shards
-from ftckpt.restore.locations import PackageAt, SlotAt
 from tests.support.choosing import decided, job, shield_of
 from tests.support.errors import lacks, raises
 
@@ -70,13 +70,6 @@ def places(decision: Decision) -> dict[str, SlotAt]:
     return {**decision.sources, **{shard: fix.at for shard, fix in fixes.items()}}
 
 
-def test_a_snapshot_of_the_layout_before_is_taken_with_all_its_shards() -> None:
-    decision = chosen(wide((A, 4), (A, 5)))
-    assert (decision.snapshot, decision.layout) == (SnapshotId(A, 5), WIDE)
-    assert set(decision.sources) == set(SHARDS[0])
-    assert Counter(slot.node for slot in decision.sources.values()) == {"n0": 2, "n1": 2}
-
-
 def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     """One rank of the new layout has sealed 6, the other has its arena: 5 is still the newest, in either layout."""
     reports = [*wide((A, 5), whole=(A, 5)), *narrow((B, 6), without=["tp0-dp1"]), *narrow(without=["tp0-dp0"])]
@@ -90,13 +83,6 @@ def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     assert [lacks(why, "6", "tp1dp2", "tp0-dp1") for why in again.passed_over] == [[]]
 
 
-def test_the_new_layout_counts_as_soon_as_a_snapshot_of_it_is_whole() -> None:
-    """Whatever of the old arenas has been removed by then."""
-    for gone in range(len(SHARDS[0]) + 1):
-        decision = chosen([*wide((A, 5), without=SHARDS[0][:gone]), *narrow((B, 6))])
-        assert (decision.snapshot.iteration, decision.layout, set(decision.sources)) == (6, NARROW, set(HOMES))
-
-
 def test_shards_of_one_name_and_two_layouts_never_make_one_snapshot() -> None:
     lacking = wide((A, 5), without=["tp0-dp0"], whole=(A, 5))
     with raises(LostError, "iteration 5", "tp2dp2", "tp0-dp0"):
@@ -107,17 +93,6 @@ def test_a_lineage_of_two_layouts_is_an_error_that_names_both_arenas() -> None:
     reports = [*wide((A, 5)), *narrow((A, 6))]
     with raises(MismatchError, "tp0-dp0", "node n0", "lineage"):
         choose(reports)
-
-
-def test_of_one_iteration_the_own_layout_is_taken_unless_only_the_other_is_there() -> None:
-    assert chosen([*wide((A, 5)), *narrow((B, 5))]).layout == NARROW
-    assert chosen([*wide((A, 5)), *narrow((B, 5), without=["tp0-dp1"])]).layout == WIDE
-
-
-def test_a_corrupt_slot_of_the_new_layout_gives_the_old_one_back() -> None:
-    decision = chosen([*wide((A, 5)), *narrow((B, 6))], bad=[SlotAt("n1", narrow()[1].name, 0)])
-    assert (decision.snapshot.iteration, decision.layout) == (5, WIDE)
-    assert not lacks(decision.passed_over[0], "6", "tp0-dp1")
 
 
 def test_a_layout_without_the_size_of_an_axis_says_what_to_do() -> None:
@@ -135,11 +110,6 @@ def test_a_missing_arena_of_the_old_layout_was_there_once() -> None:
     with raises(LostError, "tp1-dp1", "tp2dp2"):
         choose([*wide((A, 5), without=["tp1-dp1"]), *narrow()])
     assert choose([*wide((A, 5), without=["tp1-dp1"]), *wide()[3:], *narrow()]) is None
-
-
-def test_shards_of_all_layouts_are_known() -> None:
-    assert known_shards([*wide(), *narrow()], JOB) == {*SHARDS[0], *SHARDS[1]}
-    assert known_shards([], JOB) == set(HOMES)
 
 
 SNAPSHOTS = [(0, A, 1), (0, A, 2), (1, B, 2), (1, B, 3), (0, C, 3)]
@@ -213,7 +183,7 @@ def shielded(gone: Collection[str], modes: Modes) -> tuple[Inventory, Findings]:
     packages = [PackageReport("n0", f"{h.shard}.{SnapshotId(A, 5)}", h.shard, SnapshotId(A, 5)) for h in held]
     places = {p.shard: PackageAt(p.node, p.file) for p in packages}
     shield = shield_of(held, modes, places, lambda member: member.node not in gone)
-    return Inventory(tuple(survivors(gone)), tuple(packages)), Findings(shields={SnapshotId(A, 5): shield})
+    return Inventory(tuple(survivors(gone)), tuple(packages)), Findings(protections={SnapshotId(A, 5): shield})
 
 
 def survivors(gone: Collection[str]) -> list[ArenaReport]:
@@ -243,12 +213,6 @@ def test_a_new_node_takes_its_part_of_what_is_rebuilt() -> None:
     decision = decide(inventory, job(homes, NEW), findings)
     assert isinstance(decision, Decision) and decision.rebuild is not None
     assert Counter(at.node for at in places(decision).values()) == {"n0": 3, "n1": 3, "n9": 2}
-
-
-def test_what_parity_does_not_cover_is_lost_and_named() -> None:
-    inventory, findings = shielded(["n2", "n3"], Modes(peer=True))
-    with raises(LostError, "arena", "group", "2", "4"):
-        decide(inventory, job(NEW_HOMES, NEW), findings)
 
 
 def test_shards_of_another_layout_are_read_by_all_ranks_of_their_node_in_turn() -> None:

@@ -173,18 +173,6 @@ def test_an_odd_directory_hides_no_job_and_its_name_is_not_printed(
     assert not lacks(capsys.readouterr().out, "0", "1")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_the_only_job_is_the_only_one_of_this_user(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arena_with_snapshot(arena_root)
-    other = node_directory(arena_root, "other", "n0")
-    (other / "smp.lock").touch()
-    assert main(["status", "--arena", str(arena_root)]) == 2
-    assert not lacks(capsys.readouterr().err, str(arena_root))
-    os.chown(other.parent, 65534, -1)
-    assert main(["status", "--arena", str(arena_root)]) == 1
-    assert capsys.readouterr().out
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_what_other_users_have_is_named_and_left_out(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arena_with_snapshot(arena_root)

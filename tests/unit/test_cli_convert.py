@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 from test_convert import Memory, array, model, read_all, wholes
-from test_universal_arenas import SHAPES, whole
-from test_universal_arenas import job as arenas_of
 
 from ftckpt.cli.main import main
 from ftckpt.errors import ConvertError
@@ -200,73 +196,6 @@ def test_two_inputs_are_never_mixed(
     (changed_universal if to == "universal" else changed_weights)(tmp_path / "one")
     status, _, err = ftckpt(capsys, *words, "--max-file", "100B")
     assert status == 2 and err and err
-
-
-def test_arenas_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arenas = arenas_of(tmp_path, derived=("F16",))
-    nodes = sorted(arenas.iterdir())
-    status, out, err = ftckpt(capsys, *nodes, tmp_path / "new", "--verify")
-    assert status == 0, err
-    assert not lacks(out, "5") and not lacks(out, "2")
-    words = (arenas, tmp_path / "old", "--iteration", 4, "--roles", "master")
-    assert ftckpt(capsys, *words)[0] == 0
-    for name, iteration in (("new", 5), ("old", 4)):
-        found = read_all(tmp_path / name)
-        for key in ("master/rows", "master/columns"):
-            assert found[key] == whole(key, iteration).tobytes()
-    assert set(read_all(tmp_path / "old")) == {"master/rows", "master/columns"}
-    assert set(read_all(tmp_path / "new")) == {*SHAPES, "weight/rows", "weight/columns"}
-    status, _, err = ftckpt(capsys, nodes[0], tmp_path / "half")
-    assert status == 2 and "tp1-dp0" in err and not (tmp_path / "half").exists()
-
-
-def legacy(path: Path, tp: int) -> dict[str, np.ndarray]:
-    """A checkpoint as Megatron-LM wrote them before torch_dist, of a small model without optimizer state."""
-    layer = "language_model.encoder.layers.0"
-    whole = {
-        "language_model.embedding.word_embeddings.weight": (array((8, 4), seed=1), 0),
-        f"{layer}.self_attention.query_key_value.weight": (array((12, 4), seed=2), 0),
-        f"{layer}.self_attention.query_key_value.bias": (array((12,), seed=3), 0),
-        f"{layer}.self_attention.dense.weight": (array((4, 4), seed=4), 1),
-        f"{layer}.mlp.dense_h_to_4h.weight": (array((16, 4), seed=5), 0),
-        f"{layer}.mlp.dense_4h_to_h.weight": (array((4, 16), seed=6), 1),
-        f"{layer}.input_layernorm.weight": (array((4,), seed=7), None),
-        f"{layer}.post_attention_layernorm.weight": (array((4,), seed=8), None),
-        "language_model.encoder.final_layernorm.weight": (array((4,), seed=9), None),
-    }
-    for rank in range(tp):
-        parts = {
-            name: torch.from_numpy(value if dim is None else np.split(value, tp, axis=dim)[rank].copy())
-            for name, (value, dim) in whole.items()
-        }
-        file = path / "iter_0000003" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-        file.parent.mkdir(parents=True)
-        args = argparse.Namespace(tensor_model_parallel_size=tp, pipeline_model_parallel_size=1)
-        torch.save({"model": parts, "args": args, "iteration": 3, "checkpoint_version": 3.0}, file)
-    (path / "latest_checkpointed_iteration.txt").write_text("3")
-    return {f"weight/{name}": value for name, (value, _) in whole.items()}
-
-
-def test_a_checkpoint_without_geometry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = legacy(tmp_path / "save", 2)
-    words = (tmp_path / "save", tmp_path / "out")
-    status, _, err = ftckpt(capsys, *words)
-    assert status == 2 and not lacks(err, "--spec")
-    status, _, err = ftckpt(capsys, *words, "--spec", "bloom")
-    assert status == 2 and err and not lacks(err, "language_model")
-    status, out, _ = ftckpt(capsys, *words, "--spec", "gpt", "--dry-run")
-    assert status == 0 and not lacks(out, "4", "2", "language_model.encoder.layers")
-    assert not lacks(out, "3")
-    status, _, err = ftckpt(capsys, *words, "--spec", "gpt", "--verify")
-    assert status == 0, err
-    assert read_all(tmp_path / "out") == {key: value.tobytes() for key, value in expected.items()}
-    file = tmp_path / "save" / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
-    state = torch.load(file, weights_only=False)
-    state["model"]["language_model.encoder.final_layernorm.weight"][0] += 1
-    torch.save(state, file)
-    status, _, err = ftckpt(capsys, *words[:1], tmp_path / "other", "--spec", "gpt")
-    assert status == 2 and not lacks(err, "final_layernorm.weight")
-    assert "mp_rank_00" in err and "mp_rank_01" in err
 
 
 def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) -> None:

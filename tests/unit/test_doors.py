@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import pickle
 import random
@@ -51,25 +50,6 @@ def test_a_copy_or_a_pickle_of_what_has_a_wrapped_method_has_that_of_its_class()
     for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):  # noqa: S301
         assert other.step.__self__ is other and other.step(4) == "stepped 4"
     assert inspect.signature(engine.step) == inspect.signature(Framework().step)
-
-
-def test_a_patch_is_there_behind_what_others_put_before_it_and_not_where_a_module_was_reloaded() -> None:
-    patches, module = Patches(), types.ModuleType(__name__)
-    original = module.shout = shout  # type: ignore[attr-defined]
-    assert not patches.has(module, "shout")
-    patches.wrap(module, "shout", lambda original, *args: original(*args) + "!")
-    ours = module.shout
-    assert ours(lambda: "stepped") == "STEPPED!"
-    module.shout = functools.wraps(ours)(functools.partial(ours))
-    assert patches.has(module, "shout")
-    module.shout = functools.partial(ours)  # says nothing of what is behind it
-    assert patches.has(module, "shout")
-    module.shout = original
-    assert not patches.has(module, "shout")
-    patches.wrap(module, "shout", shout)
-    assert patches.has(module, "shout") and module.shout.__wrapped__ is original
-    patches.remove()
-    assert module.shout is original and not patches.has(module, "shout")
 
 
 def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:

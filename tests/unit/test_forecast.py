@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ftckpt.memory.inventory import Inventory
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.forecast import forecast
-from ftckpt.restore.inventory import Inventory
 from tests.support.choosing import inventory_of
 from tests.support.errors import lacks
 from tests.support.protected import Job, build

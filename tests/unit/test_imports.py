@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": {"model", "parity"},
     "schedule": {"model"},
     "capture": {"parity", "memory", "model", "schedule", "group", "host_memory", "idle_cores"},
-    "smp": {"memory", "parity", "model", "persist", "restore.inventory", "restore.locations", "idle_cores"},
+    "smp": {"memory", "parity", "model", "persist", "idle_cores"},
     "persist": {"memory", "parity", "model"},
     "restore": {"memory", "parity", "persist", "model", "group", "host_memory", "capture.driver"},
     "universal": {"model", "memory", "persist", "restore"},
@@ -89,7 +89,7 @@ ON_THE_DEVICE = {f"ftckpt.schedule.{name}" for name in ("clock", "bubbles", "win
 IN_THE_SMP = [name for name in MODULES if f"{name}.".startswith(tuple(f"ftckpt.{s}." for s in NO_TORCH))]
 WITHOUT_TORCH = [name for name in IN_THE_SMP if name not in ON_THE_DEVICE] + [
     "ftckpt",
-    "ftckpt.restore.inventory",
+    "ftckpt.restore.candidates",
     "ftckpt.restore.decide",
     "ftckpt.frameworks.entry",
     "ftckpt.config",

@@ -85,20 +85,6 @@ def test_several_nodes(standins: Standins) -> None:
     assert "is_host=0" in fourth.after("--rdzv-conf") and "--local-addr=x" in fourth.argv
 
 
-@pytest.mark.parametrize("runner", ["ftckpt.megatron", "ftckpt.deepspeed", "none", "my.run"])
-def test_torchrun_takes_the_place_of_ftckpt_run(standins: Standins, runner: str) -> None:
-    env = standins.environment(FTCKPT_LAUNCHER="torch.distributed.run")
-    standins.launch("torchrun.sh", "--job", "a", "--runner", runner, str(standins.script), "x", env=env)
-    (call,) = standins.calls("python3")
-    assert call.argv[:3] == ["-m", "torch.distributed.run", "--nnodes"]
-    assert call.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in call.env) == (runner == "ftckpt.megatron")
-    program = [str(standins.script), "x"]
-    assert call.argv[call.argv.index("--rdzv-conf") + 2 :] == (
-        program if runner == "none" else ["-m", runner, *program]
-    )
-
-
 @pytest.mark.parametrize(
     ("runner", "program"),
     [("ftckpt.megatron", []), ("ftckpt.deepspeed", []), ("none", []), ("my.run", ["-m", "my.run"])],
@@ -280,16 +266,6 @@ def test_deepspeeds_launcher_runs_the_runner_as_a_module(standins: Standins) -> 
     assert call.argv == [*where.split(), "--module", "ftckpt.deepspeed", str(standins.script), "--x", "1 2"]
     assert job_name(None, {**call.env, "RANK": "0"}) == "a"
     assert not Path(call.env["DS_ENV_FILE"]).exists(), "what was handed on to other nodes is left behind"
-
-
-def test_the_name_reaches_other_nodes_beside_what_the_user_hands_on(standins: Standins) -> None:
-    hosts, seen = standins.here / "hosts", standins.here / "seen"
-    hosts.write_text("a slots=8\n")
-    (standins.here / "mine").write_text("MINE=1\n\n")
-    (standins.bin / "deepspeed").write_text(f'#!/bin/sh\ncat "$DS_ENV_FILE" >{seen}\n')
-    env = standins.environment(DS_ENV_FILE=str(standins.here / "mine"))
-    standins.launch("deepspeed.sh", "--job", "a", "--hostfile", str(hosts), str(standins.script), env=env)
-    assert re.fullmatch(r"MINE=1\nFTCKPT_JOB=a\nFTCKPT_RUN=a\.\d+\.\d+\n", seen.read_text())
 
 
 def test_deepspeed_is_started_again_a_bounded_number_of_times(standins: Standins) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,13 +16,14 @@ from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
 from ftckpt.group import Group
-from ftckpt.model import codec
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.image import Span
+from ftckpt.memory.locations import Location, OpenArenas, SlotAt
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.restore import locations
 from ftckpt.restore import redistribute as wire
-from ftckpt.restore.load import Item, Traffic, Transfer, execute, fetch, transfer, transfers_of
-from ftckpt.restore.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
+from ftckpt.restore.chunk_reads import OpenShard
+from ftckpt.restore.load import Item, Reads, Traffic, Transfer, execute, fetch, transfer, transfers_of
 from ftckpt.restore.plan import ReadItem, StridedCopy, run
 from ftckpt.restore.tensor_index import Index, ShardEntry
 from tests.support.arenas import ThreadGroup as Gathering
@@ -122,11 +121,24 @@ class FakeArenas:
             raise ArenaError(f"{place.arena}: no such arena")
         return memoryview(self.slots[place.arena, place.slot])
 
-    def file(self, place: SlotAt) -> Any:
-        def read_into(begin: int, memory: memoryview) -> None:
-            memory[:] = self.view(place)[begin : begin + len(memory)]
+    def shard(self, place: SlotAt) -> FakeShard:
+        return FakeShard(self.view(place))
 
-        return SimpleNamespace(read_into=read_into)
+    def reads(self, group: ThreadGroup, transfers: Sequence[Transfer]) -> Reads:
+        return Reads.of(group.rank, transfers, cast(OpenShard, self.shard))
+
+
+class FakeShard:
+    """A slot in chunks of 1000 bytes."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data = data
+        chunks = [Span(at, min(at + 1000, len(data))) for at in range(0, len(data), 1000)]
+        self.image = SimpleNamespace(chunks=chunks, objects=Span(len(data), len(data)))
+
+    def scatter(self, number: int, targets: Sequence[LoadTarget]) -> None:
+        for begin, memory in targets:
+            memory[:] = self.data[begin : begin + len(memory)]
 
 
 def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
@@ -225,7 +237,9 @@ def test_every_rank_gets_every_byte_it_wants(
         near = {f"a{r}" for r in range(len(plan)) if NODES[r] == NODES[group.rank]}
         arenas = FakeArenas({key: data for key, data in slots.items() if key[0] in near})
         found = [wanted(group.rank, wish, spread_out) for wish in plan[group.rank]]
-        moved = execute(cast(Group, group), lambda: [each for each, _, _ in found], cast(OpenArenas, arenas))
+        moved = execute(
+            cast(Group, group), lambda: arenas.reads(group, [each for each, _, _ in found]), cast(OpenArenas, arenas)
+        )
         return [(live, starts) for _, live, starts in found], moved, group
 
     fetched: dict[tuple[str, str], int] = {}
@@ -265,7 +279,7 @@ def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(mon
         source = SlotAt("n0", "a0", 0)
         wishes = [fetch(source, 0, (at, into)) for (at, _), into in zip(turned, buffers, strict=True)]
         arenas = FakeArenas({("a0", 0): slot} if group.rank == 0 else {})
-        moved = execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
+        moved = execute(cast(Group, group), lambda: arenas.reads(group, wishes), cast(OpenArenas, arenas))
         found = zip(turned, buffers, strict=True)
         return all(into.numpy().tobytes() == slot[at : at + into.numel()] for (at, _), into in found), moved
 
@@ -294,7 +308,7 @@ def test_a_rank_of_many_has_few_partners() -> None:
         live = torch.zeros(numel, dtype=torch.uint8)
         need = Fragment("w", "U8", (numel,), whole, 0, numel)
         transfers = transfers_of(Topology(group.rank, places, {"dp": size}), index, [(need, live)], slots)
-        execute(cast(Group, group), lambda: transfers, cast(OpenArenas, arenas))
+        execute(cast(Group, group), lambda: arenas.reads(group, transfers), cast(OpenArenas, arenas))
         return live.numpy().tobytes() == b"".join(parts), len(group.partners)
 
     ranks = run_ranks(size, rank_main)
@@ -321,7 +335,7 @@ def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data()
         wishes = [fetch(SlotAt("n", "a0", 7), 0, (0, buffer))] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
-            execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
+            execute(cast(Group, group), lambda: arenas.reads(group, wishes), cast(OpenArenas, arenas))
         assert group.sent == (0 if group.rank != 1 else group.longest), "what it asks for, and nothing else"
         return str(error.value)
 
@@ -335,19 +349,11 @@ def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
         wishes = [fetch(SlotAt("n", "a0", 0), reader, (SLOT_BYTES - 8, buffer))] if group.rank == 1 else []
         arenas = FakeArenas({("a0", 0): bytes(SLOT_BYTES)})
         with pytest.raises(ArenaError) as error:
-            execute(cast(Group, group), lambda: wishes, cast(OpenArenas, arenas))
+            execute(cast(Group, group), lambda: arenas.reads(group, wishes), cast(OpenArenas, arenas))
         return str(error.value)
 
-    text = f"rank {reader}: 16 bytes at offset {SLOT_BYTES - 8} of a source with {SLOT_BYTES}"
-    assert run_ranks(2, rank_main) == [text] * 2
-
-
-PLACES = [SlotAt("n", "a", 1), ChunkAt("n", "a", 1, 2), BlockAt("n", "a", "parity.node.0", 3), PackageAt("n", "f")]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: type(place).__name__)
-def test_a_place_survives_json(place: Location) -> None:
-    assert location_of(json.loads(codec.encode(place))) == place
+    text = (f"rank {reader}", "16 bytes", f"offset {SLOT_BYTES - 8}", str(SLOT_BYTES))
+    assert not any(lacks(said, *text) for said in run_ranks(2, rank_main))
 
 
 STRIPS = st.tuples(st.integers(0, 100), st.integers(1, 9), st.integers(9, 12))
@@ -389,34 +395,13 @@ def test_elements_of_a_read_land_at_their_bytes(name: str) -> None:
     assert planned.nbytes == 5 * item
     assert planned.items[0].copies == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
     data = bytes([0, 1] * (SLOT_BYTES // 2))
-    arenas = cast(OpenArenas, FakeArenas({("a0", 0): data}))
-    run_ranks(1, lambda group: execute(cast(Group, group), lambda: [planned], arenas))
+    arenas = FakeArenas({("a0", 0): data})
+    run_ranks(
+        1, lambda group: execute(cast(Group, group), lambda: arenas.reads(group, [planned]), cast(OpenArenas, arenas))
+    )
     kept = data[64 : 64 + 10 * item]
     expected = bytearray(6 * item)
     for begin, at, numel in runs:
         expected[at * item : (at + numel) * item] = kept[begin * item : (begin + numel) * item]
     assert live[1].view(torch.uint8).numpy().tobytes() == bytes(expected)
     assert not live[0].any()
-
-
-def test_arenas_are_opened_once_and_all_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    class Opened:
-        def __init__(self, path: Path) -> None:
-            self.path = path
-            calls.append(f"open {path.name}")
-
-        @classmethod
-        def open(cls, path: Path) -> Opened:
-            return cls(path)
-
-        def close(self) -> None:
-            calls.append(f"close {self.path.name}")
-
-    monkeypatch.setattr(locations, "Arena", Opened)
-    arenas = OpenArenas(tmp_path)
-    assert arenas.get("a") is arenas.get("a") is not arenas.get("b")
-    arenas.close()
-    arenas.close()
-    assert calls == ["open a", "open b", "close a", "close b"]

@@ -134,28 +134,6 @@ def test_records_of_agents_that_ended_go(folder: Path) -> None:
     assert records(folder) == sorted([names[1], *others, "named", "mine"])
 
 
-def rank_env(run: Path, count: int, rank: int = 0, **more: str) -> dict[str, str]:
-    """What torch gives a rank, whose error file lies in the directory that it has made for it."""
-    directory = run / f"attempt_{count}" / str(rank)
-    directory.mkdir(parents=True, exist_ok=True)
-    return {
-        **{"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(count), "GROUP_WORLD_SIZE": "2"},
-        **{"TORCHELASTIC_ERROR_FILE": str(directory / "error.json"), **more},
-    }
-
-
-def test_launches_of_one_process_have_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep, or the same job to more iterations. Attempts and ranks of a launch share theirs."""
-    first = rank_env(tmp_path / "x_1", 0)
-    same = [rank_env(tmp_path / "x_1", 0, rank=1), rank_env(tmp_path / "x_1", 1)]
-    others = [rank_env(tmp_path / "x_2", 0), {**first, "TORCHELASTIC_RUN_ID": "y"}]
-    assert {launcher_run(env).name for env in same} == {launcher_run(first).name}
-    assert len({launcher_run(env).name for env in (first, *others)}) == 3
-    # Without the file, or in directories of another kind, the run id is all that is known.
-    files = ({}, {"TORCHELASTIC_ERROR_FILE": ""}, {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "a" / "b" / "c")})
-    assert len({launcher_run({"TORCHELASTIC_RUN_ID": "x", **file}).name for file in files}) == 1
-
-
 def shared(error: FtckptError) -> FtckptError:
     error.of_all_ranks = True
     return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.memory.package import Package, load, package_path
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
@@ -23,7 +25,6 @@ from ftckpt.parity.groups import Member, ParityGroup, slot_group, slot_group_nam
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
-from ftckpt.restore.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, Input, RepairTask, ShardRepair, batches, levels, solve_slice
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
@@ -205,7 +206,7 @@ def put_all(building: ShardReconstruction, chunks: list[np.ndarray]) -> None:
         assert building.check(chunk)
 
 
-@pytest.mark.parametrize("before", ["", "", "", "", "", ""])
+@pytest.mark.parametrize("before", ["free slot", "all sealed", "torn", "gone", "truncated", "spoilt control"])
 def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: str, arena_root: Path) -> None:
     job, package, wanted = made(arena_root)
     chunks = chunks_of(job)
@@ -219,8 +220,6 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
         elif before == "torn":
             flip(job.path(1) / "control", record_begin(job, 1, 5) + 26)
     if before == "gone":
-        import shutil
-
         shutil.rmtree(job.path(1))
     elif before == "truncated":
         (job.path(1) / slot_name(slot)).write_bytes(b"x" * 5000)
@@ -288,6 +287,18 @@ def test_wrong_bytes_are_found_by_the_packages_checksums(arena_root: Path) -> No
     assert not building.check(2)
     building.put(2, 0, chunks[2])
     assert building.check(2)
+    building.close()
+    assert sealed(job) == {3, 4}
+
+
+def test_a_slot_whose_bytes_of_the_package_went_bad_is_not_sealed(arena_root: Path) -> None:
+    job, package, _ = made(arena_root)
+    chunks, building = chunks_of(job), new_slot(job, package)
+    building.open()
+    put_all(building, chunks)
+    image = building.arena.image
+    flip(job.path(1) / slot_name(building.at.slot), image.volatile.begin)
+    assert building.finish().chunks == (image.num_stepped_chunks,)
     building.close()
     assert sealed(job) == {3, 4}
 

@@ -34,8 +34,6 @@ from ftckpt.parity.modes import Modes
 from ftckpt.persist.files import FileStorage
 from ftckpt.restore import storage_catalog
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.direct_read import DirectReader
-from ftckpt.restore.load import Traffic
 from ftckpt.restore.restart import Restart
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
@@ -58,6 +56,7 @@ class Start:
     lineage: bytes = b""
     after: Lineage = UNKNOWN
     why: str = ""
+    is_verified: bool = False
 
 
 def restart(
@@ -78,12 +77,13 @@ def restart(
         one = Restart(cast(Group, group), mine, node_dir(mine.me.node), events, storage=storage)
         try:
             decision = one.choose(on_lost, loaded, request, unproven)
-            start = Start(decision, one.source, events, one.void_newer(decision), why=one.why)
+            start = Start(decision, one.source, events, why=one.why, is_verified=bool(events.of("verified")))
+            start.lineage = one.invalidate_newer(decision)
             if decision is not None:
                 then(one, decision, group.rank)
                 one.resume(decision.snapshot.iteration)
             one.record_lineage()
-            start.after = one.lineage
+            start.after = one.resumption.lineage
             return start
         finally:
             one.close()
@@ -603,15 +603,9 @@ def test_only_beside_its_own_layout_is_a_snapshot_proven_on_the_way(
         with monkeypatch.context() as patch:  # before the job was restarted in another layout
             patch.setattr(f"{__name__}.LINEAGE", b"before".ljust(16))
             Model(arena_root, ("a",)).write(3)
-    brought, bring = list[DirectReader](), DirectReader.bring
-
-    def told(fetch: DirectReader, end_part: Callable[[str], None]) -> Traffic:
-        brought.append(fetch)
-        return bring(fetch, end_part)
-
-    monkeypatch.setattr(DirectReader, "bring", told)
-    states, _ = loaded(model, unproven=True)
-    assert len(brought) == (0 if others else 2)
+    states, starts = loaded(model, unproven=True)
+    found = {start.is_verified for start in starts}
+    assert found == {others}
     assert [tensors(state) for state in states] == [[v.tolist() for v in model.values(rank)] for rank in range(2)]
 
 

@@ -20,16 +20,18 @@ from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.inventory import ArenaReport, Inventory, PackageReport, SlotReport
 from ftckpt.memory.ledger import give_up, in_use
+from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.memory.package import package_path
 from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
+from ftckpt.restore.candidates import SnapshotProtection
+from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision, Findings, Query, decide, worth_keeping
-from ftckpt.restore.inventory import ArenaReport, Inventory, PackageReport, SlotReport, SnapshotProtection
-from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.repair import Need, make_room
+from ftckpt.restore.room import Need, make_room
 from ftckpt.session.protection import Arrangement
 from tests.support import choosing, protected
 from tests.support.errors import raises
@@ -88,7 +90,7 @@ def test_no_decision_that_follows_uses_what_is_not_needed(
         chosen = decision.snapshot
         if isinstance(decision, Query):  # it may be rebuilt, or not
             findings.given_up[chosen] = "no"
-            findings.shields[chosen] = SnapshotProtection()
+            findings.protections[chosen] = SnapshotProtection()
         if kept is None:
             with_newer, kept = worth_keeping(inventory, topology, chosen)
             assert kept <= with_newer and all(snapshot.iteration > chosen.iteration for snapshot in with_newer - kept)
@@ -254,9 +256,8 @@ def make_room_everywhere(job: Job, need_bytes: int) -> list[list[str]]:
     def run(group: Any) -> None:
         topology, node = replace(job.topology, rank=group.rank), job.nodes[group.rank]
         need = Need(need_bytes, (SlotAt(node, "dp9.00000000", 0),))
-        make_room(
-            group, topology, job.node_dir(node), events[group.rank], chosen=CHOSEN, need=lambda: need, keep=keep
-        )
+        context = RestoreContext(group, topology, events[group.rank], OpenArenas(job.node_dir(node)))
+        make_room(context, CHOSEN, lambda: need, keep)
 
     run_ranks(4, run)
     return [[f"{name} {fields['newer']}" for name, fields in one.all] for one in events]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,7 @@ from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import arena_path
+from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import CUT_BYTES, Gather
@@ -27,9 +29,10 @@ from ftckpt.model.shares import Run, bounded_capacities, choose, deal, loads, sp
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
+from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.locations import SlotAt
-from ftckpt.restore.restart import Restart
+from ftckpt.restore.search import Found
+from ftckpt.restore.selected_shards import SelectedShards
 from tests.support.errors import raises
 
 SIZE = 6
@@ -265,11 +268,11 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
 
     def run(rank: int, gather: Gather) -> list[int] | None:
         group = cast(Group, LoneGroup(rank, 4, gather))
-        restart = Restart(group, Topology(rank, tuple(members), {}), arena_root, Events(None, rank))
-        try:
-            restart.void_newer(decision)
-            return restart.capacities()
-        finally:
-            restart.close()
+        arenas = OpenArenas(arena_root)
+        with closing(arenas):
+            context = RestoreContext(group, Topology(rank, tuple(members), {}), Events(None, rank), arenas)
+            chosen = SelectedShards(context, Found(decision, arenas.shard))
+            chosen.join(group.gather(chosen.describe()))
+            return chosen.capacities()
 
     assert in_lockstep(run, 4) == [told if case == "all" else None] * 4

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.inventory import NodeProtection, Problem
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore.inventory import NodeProtection, Problem
 from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.reports import MarkHistory, packed, unpacked
 

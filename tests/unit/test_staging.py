@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ftckpt.restore import staging as staging_module
-from ftckpt.restore.load import _staged
 from ftckpt.restore.redistribute import Strip
 from ftckpt.restore.staging import StagingBuffers, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
@@ -125,22 +124,6 @@ def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> Non
             staging.send([(strip(target[1], 0, NBYTES), strip(memory, 0, NBYTES))])
     staging.settle()
     assert (target[0][::2] == 1).all() and (target[1] == 3).all()
-
-
-def test_runs_are_read_side_by_side(fake: FakeDevice) -> None:
-    class File:
-        def read_into(self, begin: int, memory: memoryview) -> None:
-            memory[:] = bytes(range(begin, begin + len(memory)))
-
-    source, target = torch.zeros(0, dtype=torch.uint8), torch.zeros(20, dtype=torch.uint8)
-    pairs = [
-        (strip(source, 5, 3), strip(target, 0, 3)),
-        (strip(source, 50, 9), strip(target, 11, 9)),
-    ]
-    staging = StagingBuffers()
-    staging.send(_staged(pairs, {id(source): File()}, staging.memory(12)))  # type: ignore[dict-item]
-    staging.settle()
-    assert target.tolist() == [5, 6, 7, *[0] * 8, *range(50, 59)]
 
 
 @pytest.mark.parametrize("fake", ["batch"], indirect=True)

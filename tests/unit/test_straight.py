@@ -12,8 +12,9 @@ import torch
 from ftckpt.memory.destinations import LoadTarget
 from ftckpt.memory.image import Span
 from ftckpt.persist.shard_file import ShardFile
-from ftckpt.restore.direct_read import Part, begin_of, bring, chunks_of, reads_little_twice
+from ftckpt.restore.chunk_reads import Part, chunks_of, land
 from ftckpt.restore.plan import StridedCopy, run
+from ftckpt.restore.selected_shards import reads_little_twice
 from ftckpt.restore.staging import StagingBuffers
 
 
@@ -23,7 +24,7 @@ class Image:
     def __init__(self, nbytes: int, chunk_bytes: int, first: int) -> None:
         self.data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
         spans = [Span(at, min(nbytes, at + chunk_bytes)) for at in range(first, nbytes, chunk_bytes)]
-        self.image = SimpleNamespace(chunks=spans)
+        self.image = SimpleNamespace(chunks=spans, objects=Span(nbytes, nbytes))
         self.read: list[int] = []
 
     def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
@@ -38,8 +39,8 @@ class Image:
         """What comes of these copies, each to memory of its own."""
         live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
         parts = [Part(*one) for one in zip(wanted, live, strict=True)]
-        for chunk in chunks_of(cast(ShardFile, self), sorted(parts, key=begin_of)):
-            bring(chunk, StagingBuffers())
+        for chunk in chunks_of(cast(ShardFile, self), parts):
+            land(chunk, StagingBuffers())
         return live
 
 
@@ -86,7 +87,7 @@ def test_of_a_slot_every_chunk_is_read_and_each_once() -> None:
     file = Image(1000, 100, 0)
     live = torch.zeros(60, dtype=torch.uint8)
     for chunk in chunks_of(cast(ShardFile, file), [Part(run(170, 0, 60), live)], every=True):
-        bring(chunk, StagingBuffers())
+        land(chunk, StagingBuffers())
     assert file.read == list(range(10)) and torch.equal(live, file.data[170:230])
 
 

@@ -8,13 +8,20 @@ import torch
 
 from ftckpt.errors import MismatchError
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.locations import SlotAt
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import private_key
 from ftckpt.model.training_state import Piece
-from ftckpt.restore.locations import SlotAt
 from ftckpt.restore.plan import plan
-from ftckpt.restore.tensor_index import Index, SlotContents, check_copies, index_for, needs_of, whole_in
+from ftckpt.restore.shard_contents import (
+    SlotContents,
+    check_copies,
+    index_for,
+    needs_of,
+    whole_in,
+)
+from ftckpt.restore.tensor_index import Index
 from tests.support.errors import raises
 
 NONE: frozenset[str] = frozenset()

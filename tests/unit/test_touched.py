@@ -7,29 +7,7 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import LostError, StorageError
-from ftckpt.restore.restart import Restart
-
-
-@pytest.mark.parametrize("touched", [True, False])
-@pytest.mark.parametrize("then", ["decides", "loads"])
-def test_an_error_behind_the_first_bytes_says_that_they_are_there(touched: bool, then: str) -> None:
-    restart: Any = Restart.__new__(Restart)
-    restart._is_touched = touched
-    restart._events = SimpleNamespace(emit=lambda *_, **__: None)
-    restart._bad = set()
-
-    def fail(error: Exception) -> Any:
-        raise error
-
-    lost = LostError("none is left")
-    restart._load = lambda *_: fail(StorageError("bad", lasting=True) if then == "decides" else lost)
-    restart._decide = lambda: fail(lost)
-    restart._end_coming = lambda: None
-    decision: Any = SimpleNamespace(snapshot=SimpleNamespace(iteration=3))
-    with pytest.raises(LostError) as caught:
-        restart.load(decision, None, None)
-    assert caught.value.touched is touched
+from ftckpt.errors import LostError
 
 
 @pytest.mark.parametrize("touched", [True, False])

@@ -12,8 +12,8 @@ from ftckpt.errors import ArenaError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.package import mirror_dir
 from ftckpt.memory.parity_file import ParityFile
+from ftckpt.memory.slot_file import SlotFile, SlotShard
 from ftckpt.model import codec
-from ftckpt.restore.slot_file import SlotFile
 
 
 @dataclass(frozen=True, order=True)
@@ -75,6 +75,7 @@ class OpenArenas:
         self._borrowed = borrowed
         self._arenas: dict[str, Arena] = {}
         self._files: dict[SlotAt, SlotFile] = {}
+        self._shards: dict[SlotAt, SlotShard] = {}
         self._parity: dict[tuple[str, str], ParityFile] = {}
 
     def get(self, name: str) -> Arena:
@@ -90,6 +91,12 @@ class OpenArenas:
         if at not in self._files:
             self._files[at] = SlotFile(self.get(at.arena), at.slot)
         return self._files[at]
+
+    def shard(self, at: SlotAt) -> SlotShard:
+        """The shard in a verified slot of this node; its chunks are not verified again. Raises ArenaError."""
+        if at not in self._shards:
+            self._shards[at] = SlotShard(self.get(at.arena), at.slot, self.file(at))
+        return self._shards[at]
 
     def parity(self, arena: str, file: str) -> ParityFile:
         """The parity file ``file`` in directory ``arena`` of this node."""
@@ -126,5 +133,6 @@ class OpenArenas:
         for parity in self._parity.values():
             parity.close()
         self._files.clear()
+        self._shards.clear()
         self._arenas.clear()
         self._parity.clear()

@@ -4,15 +4,15 @@ read chunk by chunk, each verified on its way."""
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import xxhash
 
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
-from ftckpt.memory.destinations import LoadTarget, cover, scratch
+from ftckpt.memory.destinations import MAX_VECTORS, LoadTarget, cover, fill, scratch
 from ftckpt.memory.image import Span
 from ftckpt.memory.mapping import FileId
 from ftckpt.memory.slots import slot_name
@@ -20,9 +20,6 @@ from ftckpt.model.snapshot import SnapshotId
 
 _PIECE_BYTES = 1 << 20
 """Bytes read and hashed at a time: they stay in a core's cache."""
-
-_MOST_VECTORS = os.sysconf("SC_IOV_MAX")
-"""Maximum buffers that one call fills."""
 
 
 class SlotFile:
@@ -46,13 +43,13 @@ class SlotFile:
             raise ArenaError(f"{path}: was replaced")
         self._path = path
 
-    def take(self, chunk: int, landings: Sequence[LoadTarget] = ()) -> int:
-        """Read a chunk once and fill ``landings``, ascending and disjoint; returns the xxh3-64 of the chunk.
+    def take(self, chunk: int, targets: Sequence[LoadTarget] = ()) -> int:
+        """Read a chunk once and fill ``targets``, ascending and disjoint; returns the xxh3-64 of the chunk.
 
-        The hash is computed from the bytes that the landings receive. Raises ArenaError.
+        The hash is computed from the bytes that the targets receive. Raises ArenaError.
         """
         digest = xxhash.xxh3_64()
-        for begin, memories in self._batches(self._spans[chunk], landings):
+        for begin, memories in self._batches(self._spans[chunk], targets):
             self._fill(begin, memories)
             for memory in memories:
                 digest.update(memory)
@@ -64,26 +61,19 @@ class SlotFile:
 
     def _fill(self, begin: int, memories: Sequence[memoryview]) -> None:
         """Fill ``memories`` one after the other."""
-        place, left = begin, deque(filter(len, memories))
-        while left:
-            try:
-                count = os.preadv(self._fd, [*left], place)
-            except OSError as error:
-                raise ArenaError(f"{self._path}: cannot be read: {error.strerror}") from None
-            if count == 0:
-                raise ArenaError(f"{self._path}: ends before {place + sum(map(len, left))}")
-            place += count
-            while left and count >= len(left[0]):
-                count -= len(left.popleft())
-            if count:
-                left[0] = left[0][count:]
+        try:
+            place = fill(self._fd, begin, memories)
+        except OSError as error:
+            raise ArenaError(f"{self._path}: cannot be read: {error.strerror}") from None
+        if place < (end := begin + sum(map(len, memories))):
+            raise ArenaError(f"{self._path}: ends before {end}")
 
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self._fd)
 
-    def _batches(self, span: Span, landings: Sequence[LoadTarget]) -> Iterator[tuple[int, list[memoryview]]]:
-        """The batches of a chunk: an offset, and the buffers that one call fills from there, which are landings and,
+    def _batches(self, span: Span, targets: Sequence[LoadTarget]) -> Iterator[tuple[int, list[memoryview]]]:
+        """The batches of a chunk: an offset, and the buffers that one call fills from there, which are targets and,
         between them, scratch memory."""
         place, size, memories = span.begin, 0, list[memoryview]()
 
@@ -91,13 +81,13 @@ class SlotFile:
             # Disjoint within a batch: all buffers are hashed after the call.
             return scratch(_PIECE_BYTES)[size : size + end - begin]
 
-        for memory in cover(span, landings, gap):
+        for memory in cover(span, targets, gap):
             rest = memory
             while rest:
                 piece, rest = rest[: _PIECE_BYTES - size], rest[_PIECE_BYTES - size :]
                 memories.append(piece)
                 size += len(piece)
-                if size == _PIECE_BYTES or len(memories) == _MOST_VECTORS:
+                if size == _PIECE_BYTES or len(memories) == MAX_VECTORS:
                     yield place, memories
                     place, size, memories = place + size, 0, []
         if memories:
@@ -105,9 +95,10 @@ class SlotFile:
 
 
 class SlotShard:
-    """The shard of ``snapshot`` in ``slot`` of ``arena``; ``file`` is the slot's. Any thread may read chunks.
+    """The shard in ``slot`` of ``arena``; ``file`` is the slot's. Any thread may read chunks.
 
     Args:
+        snapshot: the expected snapshot; None: the slot was verified, and is not verified again.
         expected: the checksums of chunks; chunks without one are not verified.
 
     Raises:
@@ -115,31 +106,42 @@ class SlotShard:
     """
 
     def __init__(
-        self, arena: Arena, slot: int, snapshot: SnapshotId, file: SlotFile, expected: Mapping[int, int]
-    ) -> None:
+        self, arena: Arena, slot: int, file: SlotFile, snapshot: SnapshotId | None = None,
+        expected: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         record = arena.control.record(slot)
-        damage = Corruption(reason="record") if record.snapshot != snapshot else arena.damage(slot, record, ())
-        if damage:
-            raise CorruptError(f"{arena.path}: slot {slot}: {', '.join(damage.names)}")
+        if snapshot is not None:
+            damage = Corruption(reason="record") if record.snapshot != snapshot else arena.damage(slot, record, ())
+            if damage:
+                raise CorruptError(f"{arena.path}: slot {slot}: {', '.join(damage.names)}")
         self.image = arena.image
+        self.objects_used = record.objects_used
         self._arena, self._slot, self._file, self._expected = arena, slot, file, expected
+
+    @property
+    def capacity(self) -> int | None:
+        """The weight of the shard's share in bytes, or the value measured since; None if neither is known."""
+        return self._arena.manifest.capacity or self._arena.control.capacity()
 
     def stored_bytes(self, number: int) -> int:
         """The bytes that are read for a chunk."""
         return self.image.chunks[number].nbytes
 
-    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
-        """Fill ``landings``, ascending and disjoint, from a chunk.
+    def scatter(self, number: int, targets: Sequence[LoadTarget]) -> None:
+        """Fill ``targets``, ascending and disjoint, from a chunk; of one without a checksum nothing else is read.
 
         Raises:
-            CorruptError: the chunk does not match its checksum; the landings have the corrupt bytes.
+            CorruptError: the chunk does not match its checksum; the targets have the corrupt bytes.
             ArenaError: it cannot be read.
         """
-        found = self._file.take(number, landings)
-        if found != self._expected.get(number, found):
+        expected = self._expected.get(number)
+        if expected is None:
+            for begin, memory in targets:
+                self._file.read_into(begin, memory)
+        elif self._file.take(number, targets) != expected:
             raise CorruptError(f"{self._arena.path}: slot {self._slot}: chunk {number} does not match its checksum")
 
     def objects(self) -> bytes:
-        """The encoded objects, verified by the constructor."""
+        """The encoded objects; raises CorruptError if their length exceeds the capacity."""
         with self._arena.read_objects(self._slot) as objects:
             return bytes(objects)
