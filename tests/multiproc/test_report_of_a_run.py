@@ -14,9 +14,8 @@ from ftckpt.cli.history import read_history
 from ftckpt.cli.report import summary, write_report
 from ftckpt.memory.directory import clean_job, end_smp, node_directory
 from tests.support import plain
-from tests.support.event_logs import read_events
+from tests.support.event_logs import check_page, read_events
 from tests.support.pool import run_ranks
-from tests.support.run_logs import check_page
 
 pytestmark = pytest.mark.multiproc
 

@@ -24,7 +24,7 @@ from ftckpt.cli.sections import Additions
 from ftckpt.cli.timeline import read_timeline
 from ftckpt.errors import EventLogError
 from tests.support.errors import lacks, raises
-from tests.support.run_logs import LINE, PROTECTION, Logs, RunLogs, check_page
+from tests.support.event_logs import LINE, PROTECTION, Logs, RunLogs, check_page
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 

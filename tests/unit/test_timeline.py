@@ -19,7 +19,7 @@ from ftckpt.cli.sections import Additions, sections_of
 from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
 from ftckpt.errors import EventLogError
 from tests.support.errors import lacks, raises
-from tests.support.run_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
+from tests.support.event_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
