@@ -1,4 +1,4 @@
-"""What all tests share: where scripts lie, and a job that must leave nothing behind."""
+"""Fixtures of all tests: the path of scripts, and a job that must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def arena_root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def module_root() -> Iterator[Path]:
-    """One that the tests of a module share."""
+    """A directory on a tmpfs that the tests of a module share."""
     with in_memory() as root:
         yield root
 

@@ -53,6 +53,11 @@ class DeepSpeedState(LiveState):
             inside="ds_tensor", late=remedy, frozen={RANDOM},
         )  # fmt: skip
 
+    @property
+    def _inner(self) -> Any:
+        """The optimizer that DeepSpeed's own wraps."""
+        return optimizers.inner(self._engine.optimizer)
+
     def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         boxes, optimizer = place_parameters(self._engine), self._engine.optimizer
         optimizers.materialise(optimizer)
@@ -65,18 +70,18 @@ class DeepSpeedState(LiveState):
 
     def _save(self) -> dict[str, Any]:
         return {
-            "optimizer": inner_optimizers.save(*self._optimizers(), self._owners()),
+            "optimizer": inner_optimizers.save(self._inner, self._owners()),
             "scaler": save_scaler(self._engine.optimizer),
             "counters": counters(self._engine),
             "micro_offset": getattr(self._engine.module, "micro_offset", None),
         }
 
     def _load(self, objects: Mapping[str, Any]) -> None:
-        inner_optimizers.load(*self._optimizers(), self._owners(), objects["optimizer"])
+        inner_optimizers.load(self._inner, self._owners(), objects["optimizer"])
         self._load_shared(objects)
 
     def _load_reshaped(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        inner_optimizers.load_reshaped(*self._optimizers(), self._owners(), [saved["optimizer"] for saved in objects])
+        inner_optimizers.load_reshaped(self._inner, self._owners(), [saved["optimizer"] for saved in objects])
         self._load_shared(objects[0])
         # Another layout may have another number of micro-batches per step; at a boundary, all of them are done.
         engine = self._engine

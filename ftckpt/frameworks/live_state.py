@@ -177,6 +177,6 @@ class LiveState:
                 yield "buffer", f"{prefix}{name}", self._memory(buffer)
         yield from (("parameter", name, self._memory(parameter)) for parameter, name in names.items())
         for index, optimizer in enumerate(self._optimizers()):
-            for what, name, value in state_tensors(optimizer, index, names):
-                yield what, name, self._memory(value)
+            for what, key, value in state_tensors(optimizer, index, names):
+                yield what, key, self._memory(value)
         yield from (("optimizer's tensor", number, owner) for number, owner in enumerate(self._owners()))

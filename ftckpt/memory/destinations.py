@@ -54,15 +54,18 @@ def fill(fd: int, begin: int, memories: Sequence[memoryview]) -> int:
 _of_thread = threading.local()
 
 
-def scratch(nbytes: int) -> memoryview:
-    """Scratch memory of the calling thread, valid until its next call; it is reused to avoid page faults.
+def scratch(nbytes: int, purpose: str = "gaps") -> memoryview:
+    """Scratch memory of the calling thread, valid until its next call for that ``purpose``.
+
+    It is reused to avoid page faults.
 
     It is page-aligned: into unaligned memory, such as that of ``bytes`` and ``bytearray``, the kernel takes more than
     twice as long to copy on some processors (AMD EPYC).
     """
-    found: memoryview = getattr(_of_thread, "memory", memoryview(b""))
+    found: memoryview = getattr(_of_thread, purpose, memoryview(b""))
     if len(found) < nbytes:
         # Private: shared memory would be shared with forked children.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        found = _of_thread.memory = memoryview(memory)
+        found = memoryview(memory)
+        setattr(_of_thread, purpose, found)
     return found[:nbytes]

@@ -15,21 +15,25 @@ from ftckpt.memory.parity_file import list_parity, snapshot_of
 from ftckpt.model.lineage import NO_LIMIT, Lineage, last_shared
 
 
-def invalidate(node_dir: Path, newest: int) -> None:
-    """Invalidate every snapshot of a node that is newer than iteration ``newest`` (-1: all).
+def invalidate(node_dir: Path, newest: int, *, abandons: bool = False) -> list[str]:
+    """Invalidate every snapshot of a node that is newer than iteration ``newest`` (-1: all); returns the names of the
+    arenas that had any. ``abandons``: none of them counts as lost.
 
     A kill at any point leaves newer snapshots that can still be restored; the next start invalidates them.
     """
     # Before the slots: a kill after this line leaves slots without protection, never parity that reconstructs an
     # invalidated one.
     remove_protection(node_dir, newest)
+    affected: list[str] = []
     for path in list_arenas(node_dir):
         with suppress(ArenaError), open_control(path, writable=True) as control:
             # ArenaError: a damaged arena has no usable slot, and its protection is deleted.
-            _invalidate_slots(control, newest)
-            if newest < 0:
+            had, whole = _invalidate_slots(control, newest), control.whole()
+            if (abandons or newest < 0) and whole is not None and whole.iteration > newest:
                 # The next start would take the mark as proof of a lost snapshot, and refuse.
                 control.mark_whole(None)
+            affected += [path.name] if had else []
+    return affected
 
 
 def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
@@ -41,16 +45,9 @@ def adopt(node_dir: Path, head: Lineage, assumed: Lineage) -> list[str]:
     Raises:
         ArenaError: the lineage cannot be written to the node's directory.
     """
-    own, abandoned = read_lineage(node_dir), list[str]()
+    own = read_lineage(node_dir)
     last = last_shared(own if own.branches else assumed, head)
-    if last < NO_LIMIT:
-        remove_protection(node_dir, last)
-        for path in list_arenas(node_dir):
-            with suppress(ArenaError), open_control(path, writable=True) as control:
-                had, whole = _invalidate_slots(control, last), control.whole()
-                if whole is not None and whole.iteration > last:  # abandoned, not lost
-                    control.mark_whole(None)
-                abandoned += [path.name] if had else []
+    abandoned = invalidate(node_dir, last, abandons=True) if last < NO_LIMIT else []
     write_lineage(node_dir, head)
     return abandoned
 

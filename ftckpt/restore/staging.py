@@ -68,7 +68,7 @@ class StagingBuffers:
     def memory(self, nbytes: int) -> torch.Tensor:
         """A 1-D uint8 buffer, this thread's until its next call; waits for earlier copies from the buffer."""
         if self._stream is None:
-            return torch.frombuffer(scratch(nbytes), dtype=torch.uint8)
+            return torch.frombuffer(scratch(nbytes, "staging"), dtype=torch.uint8)
         memories = self._memories.setdefault(threading.get_ident(), [])
         with self.on_stream():
             memory = memories.pop(0) if len(memories) == _MOST else _Memory(nbytes)

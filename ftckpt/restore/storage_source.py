@@ -154,7 +154,7 @@ class ShardFetch:
         build, chunk = job
         file = self.files.get(build.fix.shard)
         span = file.image.chunks[chunk]
-        memory = scratch(span.nbytes)
+        memory = scratch(span.nbytes, "staging")
         file.scatter(chunk, [LoadTarget(span.begin, memory)])
         build.put(chunk, 0, np.frombuffer(memory, np.uint8))
         if not build.check(chunk):

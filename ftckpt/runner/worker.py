@@ -74,7 +74,9 @@ class _Frameworks:
             self._closers.append(callbacks.close)
 
     def _train_loop(self, _: ModuleType | None = None) -> None:
-        if ftckpt.megatron.door.config.enabled:
+        from ftckpt.megatron.job import door
+
+        if door.config.enabled:
             from ftckpt.megatron import train_loop
 
             train_loop.install()

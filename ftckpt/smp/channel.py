@@ -12,7 +12,8 @@ PROTOCOL. Numbers are little-endian, lengths in bytes::
 A connection starts with a hello of each side, the client's first. Each side then proves that it knows the job's
 secret: the client, then the server, sends an HMAC-SHA256 under it over a label of its role and both hellos. A proof
 reveals nothing about the secret and is useless on another connection, in the other role, or with other flags. To an
-unproven client a server reveals nothing, not even whether it has data.
+unproven client a server reveals nothing, not even whether it has data: it answers a wrong proof with random bytes,
+and hangs up without any if it has too many connections.
 
 Then follow frames: a body, which is one JSON object, and optionally a payload. Each direction has its own key,
 derived from the secret and both hellos, and AES-256-GCM uses the number of the record as nonce. Body and stream are a
@@ -183,7 +184,7 @@ class Channel:
 
         Raises:
             PeerTimeoutError: no hello in time.
-            PeerAuthError: one side does not know the secret.
+            PeerAuthError: the secrets of both sides differ.
         """
         trust = trust_in(self._socket, trust)
         mine = HELLO.pack(MAGIC, _SEAL * trust.encrypt, os.urandom(NONCE_BYTES))
@@ -196,13 +197,10 @@ class Channel:
             raise PeerTimeoutError(str(error)) from None
         _check_version(theirs)
         self.write(_proof(trust, b"client", mine + theirs), deadline)
-        try:
-            proof = self.read(PROOF_BYTES, deadline)
-        except PeerError as error:
-            # A server answers a wrong proof only by hanging up.
-            raise PeerAuthError(f"it does not accept this node's secret ({error})") from None
+        # One that hangs up instead has too many connections, or ends: it answers a wrong proof, too.
+        proof = self.read(PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, _proof(trust, b"server", mine + theirs)):
-            raise PeerAuthError("it does not know the job's secret")
+            raise PeerAuthError("it has another secret than this node")
         self._begin(trust, mine, theirs, (b"client", b"server"))
 
     def welcome(self, trust: Trust, deadline: float) -> None:
@@ -218,6 +216,8 @@ class Channel:
         _check_version(theirs)
         proof = self.read(PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, _proof(trust, b"client", theirs + mine)):
+            with suppress(PeerError):
+                self.write(os.urandom(PROOF_BYTES), deadline)
             raise PeerAuthError("it does not know the job's secret")
         self.write(_proof(trust, b"server", theirs + mine), deadline)
         self._begin(trust, theirs, mine, (b"server", b"client"))

@@ -16,7 +16,6 @@ from ftckpt.capture.capture import Capture
 from ftckpt.errors import CaptureError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.package import list_packages
-from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session import deadlines
 from ftckpt.session.shard import Proof, Shard
 from ftckpt.session.vote import Readiness
@@ -254,10 +253,10 @@ def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str)
     capture, protection = checkpointer.capture, checkpointer.rank.protection
     goes_on, seal = threading.Event(), Capture._seal
 
-    def seal_late(self: Capture, slot: int, snapshot: SnapshotId) -> None:
+    def seal_late(self: Capture, taken: Any) -> None:
         # Of the boundary that fails and proves: its round cannot be known yet, and the others wait for it.
-        assert (where, rank, snapshot.iteration) != ("boundary", 1, 3) or goes_on.wait(60)
-        seal(self, slot, snapshot)
+        assert (where, rank, taken.snapshot.iteration) != ("boundary", 1, 3) or goes_on.wait(60)
+        seal(self, taken)
 
     Capture._seal = seal_late  # type: ignore[method-assign]
     owner: Any = capture if where == "boundary" else protection

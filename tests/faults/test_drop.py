@@ -13,7 +13,6 @@ import pytest
 
 from ftckpt.capture.capture import Capture
 from ftckpt.errors import CaptureError
-from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description, Piece
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
@@ -64,9 +63,9 @@ def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) 
     capture, seal, goes_on, begun = checkpointer.capture, Capture._seal, threading.Event(), []
     assert capture is not None
 
-    def seal_late(self: Capture, slot: int, snapshot: SnapshotId) -> None:
-        assert (rank, snapshot.iteration) != (1, 3) or goes_on.wait(20)
-        seal(self, slot, snapshot)
+    def seal_late(self: Capture, taken: Any) -> None:
+        assert (rank, taken.snapshot.iteration) != (1, 3) or goes_on.wait(20)
+        seal(self, taken)
 
     Capture._seal = seal_late  # type: ignore[method-assign]
     for iteration in range(1, 8):

@@ -25,18 +25,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(600)]
 
 FSDP = (
-    "--wrap",
-    "fsdp2",
-    "--layers",
-    "1",
-    "--hidden",
-    "32",
-    "--seq",
-    "32",
-    "--global-batch",
-    "8",
-    "--micro-batch",
-    "1",
+    *("--wrap", "fsdp2", "--layers", "1", "--hidden", "32", "--seq", "32"),
+    *("--global-batch", "8", "--micro-batch", "1"),
 )
 HSDP = (*FSDP, "--replicas", "2")
 CHUNKS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB")
@@ -192,20 +182,7 @@ def two_networks() -> Iterator[dict[str, tuple[str, str, list[str]]]]:
         for space in spaces.values():
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            spaces["a"],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            spaces["b"],
-        )
+        ip(*f"link add cable netns {spaces['a']} type veth peer name cable netns {spaces['b']}".split())
         for name, space in spaces.items():
             ip("-n", space, "addr", "add", f"{addresses[name]}/24", "dev", "cable")
             ip("-n", space, "link", "set", "cable", "up")

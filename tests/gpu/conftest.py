@@ -10,7 +10,7 @@ from tests.support.fake_device import FakeDevice, install
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeDevice:
-    """Its driver copies many at once, unless the parameter is ``each``."""
+    """A fake device whose driver copies many at once, unless the parameter is ``each``."""
     return install(monkeypatch, batches=getattr(request, "param", "batch") == "batch")
 
 

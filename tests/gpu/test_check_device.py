@@ -1,4 +1,4 @@
-"""What ``ftckpt check`` says of a device: a real one that is right, and a driver that refuses to pin."""
+"""``ftckpt check`` of a device: a real one that is right, and a driver that refuses to pin."""
 
 from __future__ import annotations
 

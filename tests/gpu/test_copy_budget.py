@@ -42,7 +42,7 @@ CHUNK_BYTES = 16 << 20
 SNAPSHOTS = 10
 
 calls = Counter[str]()
-"""Of the driver, by name."""
+"""Calls of the driver, by name."""
 
 
 class Event:
@@ -132,13 +132,13 @@ def fly(copier: DeviceCopier, windows: Any, forecast: WindowPlan | None, flight:
 
 
 def cpu_secs() -> float:
-    """Of the copier's threads."""
+    """Processor time of the copier's threads."""
     own = [t.native_id for t in threading.enumerate() if t.name in ("ftckpt-copy", "ftckpt-finish")]
     return sum(int(Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[0]) for tid in own) / 1e9
 
 
 BUDGET_SECS = {"none": 1e-3, "some": 4e-3}
-"""Of a processor, for a snapshot of 3.6 GB. In windows the copying thread is woken at each place of the iteration."""
+"""Processor time for a snapshot of 3.6 GB. In windows the copying thread is woken at each place of the iteration."""
 
 
 @pytest.mark.parametrize("windows", BUDGET_SECS)

@@ -78,7 +78,7 @@ def test_snapshot_is_the_boundary_in_any_order(fake: FakeDevice, first: str, pin
 def test_the_device_is_given_some_chunks_ahead_and_no_more(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, lifted: str
 ) -> None:
-    """What fills the driver's queue holds up the launches of training, too; whoever waits wants all of it."""
+    """A full driver queue holds up the launches of training, too; whoever waits wants all of it."""
     monkeypatch.setattr(device_copier, "_MOST_AHEAD", 3)
     tensors, copies, slot = laid_out(PAGE)
     boundary = [tensor.clone() for tensor in tensors]

@@ -21,7 +21,7 @@ BUSY_SECS = 4.0
 
 
 def first_snapshot(warm: bool) -> None:
-    """In a process of its own, in which nothing was loaded before, while another stream is busy."""
+    """The first snapshot of a process, in which nothing was loaded before, while another stream is busy."""
     device = torch.device("cuda", 0)
     tensors = [*state(device), torch.arange(9001, device=device).to(torch.bfloat16)[1:]]
     copies, size = plan(tensors, 16 * MIB, parity=True)

@@ -15,7 +15,7 @@ from tests.support.errors import raises
 
 
 def piece_on(device: str) -> Any:
-    """Of a tensor that says where it lies, which takes no device."""
+    """A piece of a tensor that names its device and needs none."""
     return SimpleNamespace(tensor=SimpleNamespace(device=torch.device(device), is_cuda=device.startswith("cuda")))
 
 

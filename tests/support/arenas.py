@@ -34,7 +34,7 @@ SHARE = 40_000
 
 
 class ThreadGroup:
-    """What NodeArenas and ``together`` use of a Group."""
+    """A Group of threads, as far as NodeArenas uses one."""
 
     def __init__(self, rank: int, shared: tuple[list[bytes], threading.Barrier]) -> None:
         self.rank = rank
@@ -75,7 +75,7 @@ class Rank:
         self.arena: Arena | None = None
 
     def manifest(self, share: int = SHARE) -> Manifest:
-        """What this rank copies; ``share`` in bytes tells one manifest from another."""
+        """The manifest of this rank; ``share`` in bytes tells one from another."""
         weights = Fragment("w", "U8", (1 << 20,), Box((0,), (1 << 20,)), 0, share)
         return Manifest({"dp": self.rank}, self.topology.layout, (weights,), (), 100, 16384)
 
@@ -109,13 +109,13 @@ def complete(member: Rank) -> list[int]:
 
 
 def settle(member: Rank) -> list[int]:
-    """What ``open`` and ``replace`` leave to be done beside training, to its end."""
+    """Finish what ``open`` and ``replace`` leave to be done concurrently with training."""
     member.arenas.supply(member.have)
     return complete(member)
 
 
 def start(member: Rank, share: int = SHARE, keep: SnapshotId | None = None) -> list[int]:
-    """What a job does at its start, up to the slots that ``open`` leaves to come later; gives those."""
+    """Start as a job does, up to the slots that ``open`` leaves for later; returns those."""
     member.arenas.entry.enter()
     member.arena = member.arenas.open(member.manifest(share), keep)
     return settle(member)
@@ -162,7 +162,7 @@ def check_all(*node_dirs: Path) -> None:
 
 
 def choose(root: Path, number: int) -> Decision | None:
-    """What a restart would take; every byte of it must be good, and nothing must look damaged."""
+    """The decision of a restart; every byte of it must be good, and nothing must look damaged."""
     node_dir = root / "ftckpt-job" / "node"
     reports = inventory_of(node_dir).arenas
     assert [report.problems for report in reports if report.problems] == []

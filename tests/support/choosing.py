@@ -32,7 +32,7 @@ def shield_of(
     packages: Mapping[str, PackageAt],
     has_parity: Callable[[Member], bool],
 ) -> SnapshotProtection:
-    """What protects a snapshot of these shards: parity of the members that have any, and a package of a shard."""
+    """Protection of a snapshot of these shards: parity of the members that have any, and a package of a shard."""
     groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
     parity = [
         ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
@@ -55,7 +55,7 @@ def decided(reports: Sequence[ArenaReport], topology: Topology, damaged: Collect
 
 
 def inventory_of(*folders: Path) -> Inventory:
-    """What lies in the directories of some nodes, which have the names of the nodes."""
+    """The inventory of some nodes' directories, which have the names of the nodes."""
     found = []
     for folder in folders:
         with closing(OpenArenas(folder)) as arenas:

@@ -58,7 +58,7 @@ def plan(
 
 
 def _strip(tensors: Sequence[torch.Tensor], piece: int, start: int, offset: int, nbytes: int) -> Segment:
-    """What of a tensor fits into one chunk from an element on; small tensors do not begin with the chunk."""
+    """The part of a tensor that fits into one chunk from an element on; small tensors do not begin with the chunk."""
     item = tensors[piece].element_size()
     offset += 3 * item if tensors[piece].nbytes < PAGE else 0
     numel = min(tensors[piece].numel() - start, nbytes // item)
@@ -250,7 +250,7 @@ class DeviceSnapshots:
 
 KINDS = ("start", "window", "forward", "window", "backward", "window", "forward", "tail", "fence", "optimizer")
 SECS_OF = (0.0, 3.0, 2.0, 2.0, 4.0, 0.0, 1.0, 1.0, 0.0, 1.0)
-"""In units of one copy. The windows take 6."""
+"""Seconds of each place, in units of one copy. The windows take 6."""
 
 
 class Run:

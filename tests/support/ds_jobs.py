@@ -1,4 +1,4 @@
-"""What ranks of multi-process tests do: real DeepSpeed jobs, with ftckpt or without."""
+"""Real DeepSpeed jobs on the ranks of multi-process tests, with ftckpt or without."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "steps_per_print": None,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
 }
-"""Of models of some rows."""
+"""The configuration of models of some rows."""
 BF16 = {"bf16": {"enabled": True}}
 
 

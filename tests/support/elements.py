@@ -22,12 +22,12 @@ Wholes = dict[str, tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]]
 
 
 def held(pieces: Iterable[Any]) -> list[Elements]:
-    """What a rank has of these pieces now."""
+    """The contents of a rank's pieces now."""
     return [(piece.fragment, as_bytes(piece.tensor).cpu().numpy().tobytes()) for piece in pieces]
 
 
 def positions(fragment: Fragment) -> npt.NDArray[np.int64]:
-    """Of each element of a fragment its flat place in the logical tensor."""
+    """The flat place of each element of a fragment in the logical tensor."""
     whole = np.arange(int(np.prod(fragment.global_shape, dtype=int))).reshape(fragment.global_shape)
     places = zip(fragment.box.offset, fragment.box.shape, strict=True)
     box: Any = tuple(slice(offset, offset + size) for offset, size in places)
@@ -35,7 +35,7 @@ def positions(fragment: Fragment) -> npt.NDArray[np.int64]:
 
 
 def put_together(ranks: Iterable[Sequence[Elements]]) -> list[str]:
-    """What is wrong with the fragments of all ranks, in words; empty: they make up every tensor.
+    """Problems of the fragments of all ranks, in words; empty: they make up every tensor.
 
     No element is missing, no rank holds one twice, ranks that hold the same one hold the same bytes.
     """

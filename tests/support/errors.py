@@ -13,7 +13,7 @@ from tests.support.pool import RankFailure
 
 
 def lacks(text: str, *words: str) -> list[str]:
-    """Those of ``words`` that do not occur in ``text``, or only as a part of a longer one."""
+    """The ``words`` that do not occur in ``text``, or only as a part of a longer one."""
     return [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text)]
 
 
@@ -29,7 +29,7 @@ def raises(kind: type[Exception], *words: str) -> Iterator[pytest.ExceptionInfo[
 
 @contextmanager
 def a_rank_raises(kind: type[Exception], *words: str) -> Iterator[pytest.ExceptionInfo[RankFailure]]:
-    """As ``raises``, on a rank of the pool: a line of its traceback has the class and the words."""
+    """``raises`` for a rank of the pool: a line of its traceback has the class and the words."""
     with pytest.raises(RankFailure) as caught:
         yield caught
     told = re.findall(rf"^(?:\w+\.)*{kind.__name__}: (.*)$", str(caught.value), re.MULTILINE)

@@ -99,7 +99,7 @@ def write_plan(directory: Path, failures: list[Failure]) -> None:
 
 
 def fired(directory: Path) -> list[dict[str, Any]]:
-    """What has failed, in the order of time."""
+    """Failures that have acted, in the order of time."""
     found = [json.loads(path.read_text()) for path in directory.glob("fired*")]
     return sorted(found, key=lambda one: float(one["time"]))
 

@@ -32,7 +32,7 @@ SECS = 20.0
 
 
 class Recorded:
-    """What one call of ``record`` waits for."""
+    """The place in a stream of one call of ``record``."""
 
     done = False
     millis = 0.0
@@ -132,7 +132,7 @@ class FakeDevice:
         self.copies = 0
         """Copies that were enqueued: of chunks, and of tensors by calls that take many."""
         self.calls: list[int] = []
-        """How many copies each call took that takes many."""
+        """The number of copies of each batched call."""
         self.refuse_calls = False
         self.dice = random.Random(3)
         self.log: list[Any] = []
@@ -155,7 +155,7 @@ class FakeDevice:
         self.staging: list[torch.Tensor] = []
         """Pinned memory of the host."""
         self.kernels: set[tuple[Any, ...]] = set()
-        """Those that are loaded."""
+        """Kernels that are loaded."""
 
     @contextmanager
     def train(self) -> Iterator[None]:
@@ -167,7 +167,7 @@ class FakeDevice:
             self.training = False
 
     def allocate(self, what: str) -> None:
-        """Where it happens while training runs the caller is the first to see the error."""
+        """Raises while training runs."""
         if self.training:
             raise RuntimeError(f"{what} is allocated while training runs")
 
@@ -353,7 +353,7 @@ class FakeDevice:
 
 
 def pages_present(address: int, nbytes: int) -> list[bool]:
-    """Of each page in a range of this process's memory, whether it is there; the kernel keeps 8 bytes of each."""
+    """Whether each page in a range of this process's memory is present; the kernel keeps 8 bytes of each."""
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(address // PAGE * 8)
         entries = np.frombuffer(pagemap.read(-(-nbytes // PAGE) * 8), np.uint64)

@@ -41,7 +41,7 @@ IterationOf = Literal["training", "snapshot", "restored", "argument"]
 
 
 class FaultInjected(RuntimeError):
-    """What the action ``raise`` raises."""
+    """The error of the action ``raise``."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _lose_node(path: Path, slot: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What protects the four ranks of a job, and their nodes: as it begins, and in the attempt after the damage."""
+    """Protection of a job of four ranks, and their nodes: at the start, and in the attempt after the damage."""
 
     settings: dict[str, Any]
     nodes: tuple[str, ...] = ("node",) * 4

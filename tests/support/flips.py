@@ -37,7 +37,7 @@ class Record:
 
 
 def records(file: Path, begin: int = 0, length: int | None = None) -> list[Record]:
-    """Those that are not empty, of an archive that is ``file`` or a part of it."""
+    """Records that are not empty, of an archive that is ``file`` or a part of it."""
     data = file.read_bytes()[begin : None if length is None else begin + length]
     found = []
     for entry in zipfile.ZipFile(io.BytesIO(data)).infolist():
@@ -49,7 +49,7 @@ def records(file: Path, begin: int = 0, length: int | None = None) -> list[Recor
 
 
 def of_distributed(path: Path) -> list[Record]:
-    """Of the ``.distcp`` files of a directory, as torch itself says where they are."""
+    """Records of the ``.distcp`` files of a directory, at the places that torch itself names."""
     from torch.distributed.checkpoint import FileSystemReader
 
     places: Any = FileSystemReader(path).read_metadata().storage_data
@@ -84,7 +84,7 @@ def all_that_is_read(source: Any) -> str:
 
 
 def noticed(opened: Callable[[], Any], found: list[Record]) -> dict[Record, str]:
-    """What is said of a flipped bit in each record; those are absent that nothing is read of: all is as it was.
+    """The error for a flipped bit in each record; records of which nothing is read are absent.
 
     A flip that is read and not refused is an AssertionError.
     """

@@ -29,7 +29,7 @@ class Library:
     checkout: Path | None = None
 
     def install(self, experts: bool = False) -> type:
-        """In a process made for one test; Megatron is imported by its next user."""
+        """Install it in a process made for one test; Megatron is imported by its next user."""
         if self.name == "te":
             te.install(self._release(), self.checkout, experts)
             from transformer_engine.pytorch.optimizers import FusedAdam
@@ -41,7 +41,7 @@ class Library:
         return kind
 
     def _release(self) -> str:
-        """Of Transformer Engine."""
+        """The release of Transformer Engine."""
         if self.checkout is None:
             return te.RELEASES[-1]
         version = (self.checkout / "build_tools/VERSION.txt").read_text()
@@ -49,7 +49,7 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """Those to test.
+    """The libraries to test.
 
     Raises:
         FileNotFoundError: what the environment names holds neither of them.
@@ -102,7 +102,7 @@ def train_with_deepspeed(
 
 
 def _let_deepspeed_know(library: Library) -> None:
-    """It looks for Apex when it is imported, and has been."""
+    """DeepSpeed looks for Apex when it is imported, and has been."""
     if library.name == "apex":
         import apex as installed
         from deepspeed.runtime import engine
@@ -137,5 +137,5 @@ def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, opt
 
 
 def steps(optimizers: Sequence[Any]) -> set[Any]:
-    """What groups that have parameters have counted."""
+    """The step counts of groups that have parameters."""
     return {group.get("step") for one in optimizers for group in one.param_groups if group["params"]}

@@ -1,4 +1,4 @@
-"""What ranks of multi-process tests do: real Megatron-core jobs, with ftckpt or without."""
+"""Real Megatron-core jobs on the ranks of multi-process tests, with ftckpt or without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw: restored iteration, (iteration, loss, gradient norm) rows, hashes of its final state."""
+    """The result of one rank: restored iteration, rows of (iteration, loss, gradient norm), final hashes."""
 
     start: int | None
     history: list[tuple[int, float | None, float | None]]
@@ -125,7 +125,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
 
 
 def losses(rank: int, world_size: int, words: Sequence[str]) -> list[float | None]:
-    """What each iteration of the example job gives without ftckpt; None but on the last stage."""
+    """The loss of each iteration of the example job without ftckpt; None but on the last stage."""
     import train_gpt
 
     args = train_gpt.parse_args([*words, "--log-file", os.devnull])

@@ -103,7 +103,7 @@ def die_at(place: str, nth: int = 1, *, after: bool = False) -> None:
 
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434
-"""The same on every architecture: they came after the tables were joined."""
+"""Numbers that are the same on every architecture: they came after the tables were joined."""
 _NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000

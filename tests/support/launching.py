@@ -131,7 +131,7 @@ class Call:
 
     @property
     def options(self) -> dict[str, str]:
-        """What is given as ``--name=value`` before the first other word."""
+        """Options given as ``--name=value`` before the first other word."""
         words = itertools.takewhile(lambda word: word.startswith("--"), self.argv)
         return dict(word.partition("=")[::2] for word in words)
 
@@ -158,7 +158,7 @@ class Standins:
         (self.here / "codes.json").write_text(json.dumps(codes))
 
     def verdict(self, code: int, reason: str) -> None:
-        """What a rank has ended the run with, for good."""
+        """Set the final verdict with which a rank has ended the run."""
         (self.here / "verdict").write_text(f"{code} {reason}")
 
     def preempted(self) -> None:
@@ -264,7 +264,7 @@ class Launched:
         return [event["iteration"] for event in self.events(0, "restored") if event["iteration"]]
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        """What ``condition`` returns, once it is true; fails when a script has ended before."""
+        """Wait for ``condition`` and return its value; fails when a script has ended before."""
         found: list[Any] = []
 
         def came() -> Any:
@@ -342,7 +342,7 @@ class Nodes(Launched):
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def node_dir(self, node: str) -> Path:
-        """Where the arenas of a node lie; no two nodes have a directory in common."""
+        """The directory of a node's arenas; no two nodes share one."""
         return self.arena / node / f"ftckpt-{self.job}" / node
 
     def start_node(self, node: str, address: str, *options: str, prefix: Sequence[str] = (), **env: str) -> None:
@@ -357,7 +357,7 @@ class Nodes(Launched):
         self._agents[node] = self.start(command, FTCKPT_NODE=node, **env)
 
     def meet_at(self, host: str) -> None:
-        """Where nodes meet, if not on loopback."""
+        """Set the address of the rendezvous, if not on loopback."""
         self._endpoint = f"{host}:{free_ports(1)}"
 
     def smp(self, node: str) -> int | None:
@@ -381,7 +381,7 @@ class Nodes(Launched):
         return shards
 
     def rebuilt(self) -> dict[str, set[str]]:
-        """What was rebuilt: shard → by what."""
+        """The sources of each shard that was reconstructed."""
         found: dict[str, set[str]] = {}
         for rank in range(self.count * self.nproc):
             for event in self.events(rank, "rebuilt"):

@@ -178,7 +178,7 @@ def stand_in_for_grouped_gemm() -> None:
 
 
 def losses(built: Built) -> list[float]:
-    """Of each token of four fixed batches, later tokens too, without a step; none on ranks before the last stage."""
+    """Losses of each token of four fixed batches, without a step; none on ranks before the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import unwrap_model
 

@@ -22,7 +22,7 @@ BEFORE = (
 )
 AFTER = ("", "    pass\n", "            pass\n", "        )\n", "    x,\n)\n", "except ImportError:\n    pass\n",
          "    pass\nexcept ImportError:\n    pass\n")  # fmt: skip
-"""What a hunk's lines need around them to be Python."""
+"""Lines that a hunk needs around it to be Python."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Hunk:
 
 
 def versions(name: str) -> list[str]:
-    """What megatron/core/package_info.py of the patch's release may say."""
+    """Versions that megatron/core/package_info.py of the patch's release may name."""
     found = re.search(r"^Versions: (.+)$", (PATCHES / f"{name}.patch").read_text(), re.MULTILINE)
     assert found is not None
     return found[1].split()

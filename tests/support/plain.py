@@ -58,7 +58,7 @@ class PlainState:
         pass
 
     def advance(self, iteration: int, value: float) -> None:
-        """What an optimizer does."""
+        """Write all state, as an optimizer does."""
         self.iteration = iteration
         self.row.fill_(value)
         self.master.fill_(value)
@@ -86,7 +86,7 @@ def iterate(checkpointer: Checkpointer, state: PlainState, iteration: int, offse
 
 
 def restarted(*args: Any, **options: Any) -> tuple[Checkpointer, PlainState]:
-    """As ``make``, with what there is restored."""
+    """``make``, restored from what there is."""
     checkpointer, state = make(*args, **options)
     checkpointer.restore()
     return checkpointer, state
@@ -119,7 +119,7 @@ def before_each_copy(action: Callable[[], None]) -> None:
 
 
 def die() -> None:
-    """As by kill -9."""
+    """SIGKILL to this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

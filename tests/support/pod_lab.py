@@ -54,7 +54,7 @@ def may_run() -> str:
 
 @dataclass(frozen=True)
 class Provided:
-    """What the manifest does not say: ``image`` is what lies where in every container, ``env`` the image's."""
+    """The parts that a manifest leaves open: ``image`` maps paths in every container, ``env`` is the image's."""
 
     image: Mapping[str, Path]
     env: Mapping[str, str]
@@ -117,14 +117,14 @@ class Cluster:
         self.call("-t", pod, "-n", "sh", "-c", address)
 
     def logs(self, last: int = 3000) -> str:
-        """What containers have written."""
+        """The output of all containers."""
         files = sorted(self.root.glob("pod*/*.log"))
         return "".join(f"\n--- {path.parent.name} {path.stem}\n{path.read_text()[-last:]}" for path in files)
 
 
 @dataclass
 class Container:
-    """One of a pod, and its process, which may be one after another."""
+    """A container of a pod, and its process, which may be one after another."""
 
     pod: Pod
     spec: Json
@@ -182,7 +182,7 @@ class Container:
         return "\n".join([*lines, f"exec chroot . {settings} sh -c {shlex.quote(inner)}", ""])
 
     def env(self) -> dict[str, str]:
-        """That of the image, and what the manifest says."""
+        """The environment: the image's and the manifest's."""
         env = {"HOME": "/root", "HOSTNAME": self.pod.hostname, **self.pod.cluster.provided.env}
         of_the_api = {"status.podIP": self.pod.ip, "metadata.name": f"{self.pod.hostname}-x"}
         for one in self.spec.get("env", []):
@@ -192,7 +192,7 @@ class Container:
 
     @property
     def pid(self) -> int:
-        """Its first process; 0 where none runs."""
+        """The first process; 0 where none runs."""
         if self.process is None or self.process.poll() is not None:
             return 0
         depth = 1 if self.pod.spec.get("shareProcessNamespace") else 2
@@ -218,7 +218,7 @@ class Container:
         return False
 
     def ended(self) -> int | None:
-        """Its exit code, once what it has left is gone, too."""
+        """The exit code, once all its processes have ended."""
         if self.process is None or self.process.poll() is None:
             return None
         self.kill()
@@ -246,7 +246,7 @@ class Container:
 
 
 class Pod:
-    """Its processes and its volumes, until ``delete`` or ``kill``."""
+    """The processes and the volumes of a pod, until ``delete`` or ``kill``."""
 
     def __init__(self, cluster: Cluster, number: int, spec: Json, hostname: str, env: dict[str, str]) -> None:
         self.cluster, self.spec, self.hostname, self.env = cluster, spec, hostname, env
@@ -342,7 +342,7 @@ class Pod:
         return int(self.spec.get("terminationGracePeriodSeconds", 30))
 
     def delete(self) -> list[str]:
-        """As a kubelet does it: names of the containers that had to be killed when the time was up."""
+        """End the pod as a kubelet does; names of the containers that had to be killed at the deadline."""
         self._leaving.set()
         self._kubelet.join(60)
         deadline = time.monotonic() + self.grace_secs
@@ -375,7 +375,7 @@ def expanded(text: str, env: Mapping[str, str]) -> str:
 
 
 def python_image() -> dict[str, Path]:
-    """What an image would have of this Python, at its places, and the launch scripts where manifests have them."""
+    """The image of this Python, at its places, and of the launch scripts where manifests have them."""
     prefixes = {Path(sys.prefix), Path(sys.base_prefix), ROOT}
     tops = {path for path in prefixes if not path.is_relative_to("/usr")}
     return {**{str(path): path for path in tops}, "/opt/ftckpt": ROOT}

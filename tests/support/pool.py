@@ -44,7 +44,7 @@ _server_started = False
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank ended. `exitcode` is negative when a signal ended it; `error` is a traceback."""
+    """The end of one rank. `exitcode` is negative when a signal ended it; `error` is a traceback."""
 
     rank: int
     exitcode: int | None
@@ -121,7 +121,7 @@ class RankGroup:
             self._collect(min(left, _POLL_SECS * 4))
 
     def results(self) -> list[RankResult]:
-        """What is known now; `exitcode` None is a rank that still runs."""
+        """Results so far; `exitcode` None is a rank that still runs."""
         found = []
         for rank, process in enumerate(self._processes):
             kind, content = self._messages.get(rank, ("", None))

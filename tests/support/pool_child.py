@@ -1,4 +1,4 @@
-"""What a process of the pool does, from its fork to its exit."""
+"""A process of the pool, from its fork to its exit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LEAVE_TIMEOUT_SECS = 5.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks of one run have in common.
+    """Options of all ranks of one run.
 
     A rank has `env` in its environment; the CPU stand-in for CUDA unless `stand_in` is False, or with `on_device` a
     part in the first real device; and, unless `init_process_group` is False, a default process group of `backend`.

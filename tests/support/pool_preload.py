@@ -39,7 +39,7 @@ _OURS = {
     "train_deepspeed": "deepspeed",
     "train_plain": "torch",
 }
-"""What most ranks use of ftckpt, and what must be installed for it: half of a short rank's time goes into imports."""
+"""Modules that most ranks use, and the package that each needs: half of a short rank's time goes into imports."""
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 

@@ -46,7 +46,7 @@ class Processes:
 
     @property
     def agents(self) -> list[subprocess.Popen[bytes]]:
-        """Those of nodes that were not lost."""
+        """Agents of nodes that were not lost."""
         return list(self._agents.values())
 
     def left(self, node: str = "") -> list[int]:
@@ -126,7 +126,7 @@ def command_line(pid: int) -> str:
 
 
 def mounts_of(pid: int) -> str:
-    """What names the mounts of a process; empty once it has ended."""
+    """The identity of a process's mounts; empty once it has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/mnt")
     except OSError:
@@ -174,7 +174,7 @@ def in_child(action: Callable[[], bool]) -> bool:
 
 
 def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
-    """One that has run ``code`` to its end, with more variables in its environment."""
+    """Run ``code`` to its end in a fresh interpreter, with more variables in its environment."""
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env={**os.environ, **env},
         capture_output=True, text=True, timeout=secs, check=False,
@@ -182,7 +182,7 @@ def run_python(code: str, *arguments: object, secs: float = 60.0, **env: str) ->
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """One that runs ``code`` and has said its first line, which is ``up``."""
+    """A fresh interpreter that runs ``code`` and has printed its first line, which is ``up``."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
     assert process.stdout is not None and process.stdout.readline() == "up\n"

@@ -217,7 +217,7 @@ def protect(job: Job, arenas: dict[int, Arena], slot: int, iteration: int, index
 
 
 def contents(job: Job, rank: int, iteration: int) -> bytes:
-    """What matters of a slot: all bytes up to the end of the objects in use."""
+    """The bytes of a slot up to the end of the objects in use."""
     with closing(Arena.open(job.path(rank))) as arena:
         slot = slot_of(arena, iteration)
         used = arena.control.record(slot).objects_used
@@ -234,7 +234,7 @@ def slot_of(arena: Arena, iteration: int) -> int:
 
 
 def record_begin(job: Job, rank: int, iteration: int) -> int:
-    """Where in the control block the record of a snapshot lies, see FORMAT.md."""
+    """The offset of a snapshot's record in the control block, see FORMAT.md."""
     with closing(Arena.open(job.path(rank))) as arena:
         slot, chunks = slot_of(arena, iteration), len(arena.image.chunks)
     return FORMAT.records_offset + slot * (-(-(64 + 8 * chunks) // 64) * 64)

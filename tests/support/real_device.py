@@ -35,7 +35,7 @@ def state(device: torch.device) -> list[torch.Tensor]:
 
 
 def host_pages(slot: torch.Tensor) -> int:
-    """What the driver says of registering the slot's first page: 0, or an error; undone at once.
+    """The driver's answer to registering the slot's first page: 0, or an error; undone at once.
 
     On a thread of its own, whose last error nobody else is told of.
     """
@@ -57,7 +57,7 @@ def sleep(cycles: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def cycles_per_sec() -> float:
-    """Of ``torch.cuda._sleep`` on this device."""
+    """The rate of ``torch.cuda._sleep`` on this device."""
     millis = 0.0
     for _ in range(2):  # the first loads the kernel
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ def _irecv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Receipt:
-    """What was received comes to the device where somebody waits for it."""
+    """A receive whose data is copied to the device when somebody waits for it."""
 
     def __init__(self, work: Any, host: torch.Tensor, target: torch.Tensor) -> None:
         self._work, self._host, self._target = work, host, target

@@ -21,7 +21,7 @@ def repository_files(root: Path = ROOT) -> tuple[Path, ...]:
 
 
 def files_in(folder: str, suffix: str = "") -> list[Path]:
-    """Those below a folder of the repository."""
+    """Files below a folder of the repository."""
     return [path for path in repository_files() if path.is_relative_to(ROOT / folder) and path.name.endswith(suffix)]
 
 

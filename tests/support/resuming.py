@@ -14,7 +14,7 @@ HALF, LAST = 4, 8
 
 
 class Parts(NamedTuple):
-    """What a script builds; ``train`` trains one iteration and returns its loss."""
+    """The parts of a job; ``train`` trains one iteration and returns its loss."""
 
     model: Any
     optimizer: Any

@@ -46,7 +46,7 @@ def wait_for(name):
     while not (here / name).exists():
         time.sleep(0.01)
 """
-"""What a script of a test begins with."""
+"""The beginning of each script of a test."""
 
 
 def _run(_rank: int, _size: int, here: Path, words: Sequence[str], launcher: str, quiet_secs: float) -> None:
@@ -107,7 +107,7 @@ class Running:
         (self.here / name).touch()
 
     def report(self, attempt: int, rank: int) -> dict[str, Any]:
-        """What the script of a worker has seen of itself."""
+        """Facts that the script of a worker has reported of itself."""
         path = self.reports / f"{attempt}-{rank}.json"
         until(path.exists, self.output, SECS)
         found: dict[str, Any] = json.loads(path.read_text())

@@ -101,7 +101,7 @@ class SlurmLab:
         self._stop()
 
     def call(self, *command: str, timeout_secs: float = 30.0) -> str:
-        """What a client prints."""
+        """The output of a client."""
         run = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_secs, check=False)
         assert run.returncode == 0, f"{command}: {run.stderr}{self.logs()}"
         return run.stdout.strip()
@@ -116,12 +116,12 @@ class SlurmLab:
         return run.stdout.strip()
 
     def out(self) -> str:
-        """What the job has printed."""
+        """The output of the job."""
         path = self.root / "out"
         return path.read_text() if path.exists() else ""
 
     def state(self, job: str) -> str:
-        """Of a job, empty when it has ended and is forgotten."""
+        """The state of a job, empty when it has ended and is forgotten."""
         jobs = dict(line.split() for line in self.call("squeue", "-h", "-o", "%i %T").splitlines())
         return jobs.get(job, "")
 
@@ -190,7 +190,7 @@ class SlurmLab:
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
     def idle(self) -> int:
-        """How many nodes are."""
+        """The number of idle nodes."""
         command = ["sinfo", "-h", "-N", "-p", "lab", "-t", "idle", "-o", "%N"]
         return len(subprocess.run(command, env=self.env, capture_output=True, check=False).stdout.split())
 
@@ -263,7 +263,7 @@ class SlurmJob:
         return int(json.loads(lines[-1])["iteration"]) if lines else 0
 
     def memory(self, *nodes: str) -> list[Path]:
-        """What nodes have of the job."""
+        """The job's memory on some nodes."""
         return [path for node in nodes for path in self.lab.memory(node).glob(f"ftckpt-{self.NAME}*")]
 
     def saved(self) -> int:
@@ -288,7 +288,7 @@ class SlurmJob:
         until(lambda: self.iteration >= iteration, self.lab.logs, 120)
 
     def says(self, text: str, within_secs: float = 120) -> re.Match[str]:
-        """What the job has printed since the last call that matches ``text``, which it does soon."""
+        """Wait for output that matches ``text`` and comes after the last match."""
         found: re.Match[str] | None = None
 
         def look() -> bool:

@@ -243,6 +243,19 @@ def test_both_sides_prove_the_secret() -> None:
     assert [type(error) for error in refused] == [PeerAuthError, PeerAuthError]
 
 
+def test_one_that_hangs_up_has_refused_no_secret() -> None:
+    """As a server with too many connections does."""
+    with channels() as (one, two):
+
+        def hang_up() -> None:
+            two.write(HELLO.pack(MAGIC, 0, bytes(32)), soon())
+            two.read(HELLO.size + 32, soon())
+            two.close()
+
+        refused, _ = both(lambda: one.greet(SECRET, soon()), hang_up)
+    assert type(refused) is PeerError
+
+
 def test_an_answerer_that_does_not_know_the_secret_is_not_believed() -> None:
     with channels() as (one, two):
 
@@ -271,7 +284,7 @@ def test_a_proof_is_of_this_connection(server: Server) -> None:
         assert proof_for(second) != proof
         second.write(proof, soon())
         with pytest.raises(PeerError, match=r"closed|broke"):
-            second.read(32, soon())
+            second.read(33, soon())  # no more than bytes of no meaning
 
 
 def test_nobody_on_the_way_can_switch_sealing_off() -> None:
@@ -312,7 +325,8 @@ def test_who_does_not_know_it_is_shown_nothing(
     hasty_to_meet: Server, store: Store, events: Seen, opening: bytes
 ) -> None:
     with dial(hasty_to_meet) as sock:
-        assert len(received_in_time(sock, opening)) in (0, HELLO.size) and store.wanted == 0
+        # To a wrong proof the answer is one of no meaning.
+        assert len(received_in_time(sock, opening)) in (0, HELLO.size, HELLO.size + 32) and store.wanted == 0
     if opening.startswith(MAGIC):
         until(lambda: events.all, "named")
         assert [(name, fields["address"]) for name, fields in events.all] == [("peer_refused", "127.0.0.1")]

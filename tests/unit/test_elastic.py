@@ -236,11 +236,6 @@ def test_each_attempt_sees_only_its_own_keys(agent_store: TCPStore, monkeypatch:
     assert agent_store.check(["address"])
 
 
-@pytest.mark.usefixtures("agent_store")
-def test_a_second_call_keeps_the_name() -> None:
-    assert rendezvous.isolate_attempts() == rendezvous.isolate_attempts()
-
-
 def test_a_private_store_is_left_alone(agent_store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous.isolate_attempts(timeout_secs=10)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")

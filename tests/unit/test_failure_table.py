@@ -146,8 +146,3 @@ def test_the_report_is_text_and_json() -> None:
     value = json.loads(json.dumps(found.to_json()))
     assert value["failures"][0] == {"lost": ONE_ARENA, "cases": 8, "survived": 8, "example": []}
     assert value["memory_per_node"]["sum"] == found.fullest.sum and value["network_bytes"]["job"] == 0
-
-
-def test_no_holdings_are_refused() -> None:
-    with pytest.raises(ValueError):
-        protection_table([], [], {}, 3, parity_bytes)

@@ -159,7 +159,7 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
 
 def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be removing files at that moment, and must not take those of its successor for its own."""
-    told: list[tuple[str, int]] = []
+    told, writes = list[tuple[str, int]](), threading.Event()
     own_mark, withdraw = CheckpointTransaction.own_mark, CheckpointTransaction.withdraw
 
     def begin(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
@@ -176,6 +176,7 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
 
     def stand(node: str) -> None:
         if node == "a" and ("begins", 8) not in told:
+            writes.set()
             until(lambda: (job.smps[0].tasks.flushes.current[0] or SnapshotId(LINEAGE, 7)).iteration == 8)
 
     monkeypatch.setattr(CheckpointTransaction, "own_mark", begin)
@@ -185,7 +186,7 @@ def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: 
         job.snapshot(slot, iteration)
     job.flush(7)
     job.start()
-    until(lambda: ("begins", 7) in told)
+    assert writes.wait(20)
     job.flush(8)
     job.settled(8)
     job.check(FileStorage(job.where), 8)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,11 +16,9 @@ from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
 from ftckpt.group import Group
-from ftckpt.memory import locations
 from ftckpt.memory.destinations import LoadTarget
 from ftckpt.memory.image import Span
-from ftckpt.memory.locations import BlockAt, ChunkAt, Location, OpenArenas, PackageAt, SlotAt, location_of
-from ftckpt.model import codec
+from ftckpt.memory.locations import Location, OpenArenas, SlotAt
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore import redistribute as wire
@@ -360,14 +356,6 @@ def test_more_bytes_than_there_are_is_an_error_on_all(reader: int) -> None:
     assert not any(lacks(said, *text) for said in run_ranks(2, rank_main))
 
 
-PLACES = [SlotAt("n", "a", 1), ChunkAt("n", "a", 1, 2), BlockAt("n", "a", "parity.node.0", 3), PackageAt("n", "f")]
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: type(place).__name__)
-def test_a_place_survives_json(place: Location) -> None:
-    assert location_of(json.loads(codec.encode(place))) == place
-
-
 STRIPS = st.tuples(st.integers(0, 100), st.integers(1, 9), st.integers(9, 12))
 
 
@@ -417,26 +405,3 @@ def test_elements_of_a_read_land_at_their_bytes(name: str) -> None:
         expected[at * item : (at + numel) * item] = kept[begin * item : (begin + numel) * item]
     assert live[1].view(torch.uint8).numpy().tobytes() == bytes(expected)
     assert not live[0].any()
-
-
-def test_arenas_are_opened_once_and_all_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    class Opened:
-        def __init__(self, path: Path) -> None:
-            self.path = path
-            calls.append(f"open {path.name}")
-
-        @classmethod
-        def open(cls, path: Path) -> Opened:
-            return cls(path)
-
-        def close(self) -> None:
-            calls.append(f"close {self.path.name}")
-
-    monkeypatch.setattr(locations, "Arena", Opened)
-    arenas = OpenArenas(tmp_path)
-    assert arenas.get("a") is arenas.get("a") is not arenas.get("b")
-    arenas.close()
-    arenas.close()
-    assert calls == ["open a", "open b", "close a", "close b"]

@@ -164,6 +164,7 @@ CHECKS = Kind(
     read_checks,
     {
         "checked": changing_checks(lambda file: check(file, 0, NEW)),
+        "checked again": changing_checks(lambda file: check(file, 0, OLD, gap=0.5)),
         "encoded": changing_checks(lambda file: file.store_encoded(1, (OTHER, 20))),
         "both": changing_checks(lambda file: check(file, 0, NEW, encoded=True)),
         "clear": changing_checks(lambda file: file.clear(0)),

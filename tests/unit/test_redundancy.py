@@ -12,7 +12,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from test_replicas import Gather, Job, in_lockstep, jobs, sets_of, whole
+from test_replicas import Gather, in_lockstep, jobs, sets_of, whole
 from test_shares import LoneGroup
 
 from ftckpt.capture.assignment import Assignment, assign
@@ -36,9 +36,9 @@ TYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "F64":
 Held = dict[int, list[Fragment]]
 
 
-def live(fragment: Fragment, salt: int = 0) -> torch.Tensor:
+def live(fragment: Fragment) -> torch.Tensor:
     """Bytes that follow from what the fragment is: replicas hold the same."""
-    seed = xxhash.xxh3_64_intdigest(identity(fragment), salt)
+    seed = xxhash.xxh3_64_intdigest(identity(fragment))
     tensor = torch.empty(fragment.numel, dtype=TYPES[fragment.dtype])
     if fragment.numel:
         data = np.random.default_rng(seed).integers(0, 256, fragment.nbytes, np.uint8)
@@ -53,7 +53,7 @@ class World:
         self, held: Held, redundancy: Redundancy, chunk_bytes: int, views: dict[int, ReplicaSets] | None = None
     ) -> None:
         views = views or sets_of(held)
-        self.held, self.chunk_bytes = held, chunk_bytes
+        self.redundancy, self.chunk_bytes = redundancy, chunk_bytes
         self.shards = [f"dp{rank}" for rank in held]
         self.laid: list[SlotParts] = []
         self.images: list[SlotImage] = []
@@ -68,8 +68,7 @@ class World:
             self.images.append(SlotImage.of(Manifest.decode(manifest.encode())))
             self.slots.append(self._filled(self.images[-1], laid.parts, [live(f) for f in fragments]))
         places = zip(self.images, redundancy.nodes or self.shards, strict=True)
-        self.holdings = [image.holding(node, "", f"arena-{node}") for image, node in places]
-        self.groups = slot_groups(self.holdings)
+        self.groups = slot_groups([image.holding(node, "", f"arena-{node}") for image, node in places])
 
     def chunk(self, shard: str, chunk: int) -> np.ndarray:
         rank = self.shards.index(shard)
@@ -105,30 +104,23 @@ def wide(data: np.ndarray, nbytes: int) -> np.ndarray:
 
 
 @st.composite
-def redundancies(draw: st.DrawFn, ranks: int, mode: str | None = None) -> Redundancy:
-    nodes = draw(st.lists(st.sampled_from("abcd"), min_size=ranks, max_size=ranks))
+def worlds(draw: st.DrawFn) -> World:
+    held = draw(jobs())[0]
+    nodes = draw(st.lists(st.sampled_from("abcd"), min_size=len(held), max_size=len(held)))
     racks = draw(st.sampled_from([{}, {"a": "r", "b": "r", "c": "s", "d": "s"}]))
-    mode = draw(st.sampled_from(["replica", "copy"])) if mode is None else mode
-    return Redundancy(mode, tuple(nodes), tuple(racks.get(node, "") for node in nodes))
-
-
-@st.composite
-def worlds(draw: st.DrawFn, mode: str | None = None) -> tuple[Job, Redundancy, int]:
-    job = draw(jobs())
-    redundancy = draw(redundancies(len(job[0]), mode))
-    return job, redundancy, draw(st.sampled_from([64, 192, 512, 4096, 1 << 16]))
+    mode = draw(st.sampled_from(["replica", "copy"]))
+    redundancy = Redundancy(mode, tuple(nodes), tuple(racks.get(node, "") for node in nodes))
+    return World(held, redundancy, draw(st.sampled_from([64, 192, 512, 4096, 1 << 16])))
 
 
 @given(worlds())
-def test_every_chunk_of_a_lost_member_comes_back_from_the_others(case: tuple[Job, Redundancy, int]) -> None:
-    (held, _, _), redundancy, chunk_bytes = case
-    world = World(held, redundancy, chunk_bytes)
+def test_every_chunk_of_a_lost_member_comes_back_from_the_others(world: World) -> None:
     sections = [section for image in world.images for section in image.sections]
     names = {section.group for section in sections if section.group}
     assert names == {group.name for group in world.groups}, "a reader of the slots does not know all groups"
     for group in world.groups:
-        assert group.mode == redundancy.mode
-        nodes = [redundancy.nodes[world.shards.index(member.shard)] for member in group.members]
+        assert group.mode == world.redundancy.mode
+        nodes = [world.redundancy.nodes[world.shards.index(member.shard)] for member in group.members]
         assert len(set(nodes)) == len(nodes)
         for lost, member in enumerate(group.members):
             found = list(world.rebuilt(group, lost))
@@ -159,11 +151,11 @@ def described(rank: int) -> Description:
     return Description(tuple(Piece(f, live(f)) for f in wholes), (Piece(step, torch.ones(1)),))
 
 
-def assigned(capacities: list[int] | None, redundancy: Sequence[Redundancy]) -> list[Assignment]:
+def assigned(redundancy: Sequence[Redundancy]) -> list[Assignment]:
     def run(rank: int, gather: Gather) -> Assignment:
         group = cast(Group, LoneGroup(rank, 4, gather))
         topology = Topology(rank, MEMBERS, {"pp": 2, "dp": 2})
-        return assign(group, topology, described(rank), 1 << 12, 1 << 16, capacities, redundancy[rank])
+        return assign(group, topology, described(rank), 1 << 12, 1 << 16, None, redundancy[rank])
 
     return in_lockstep(run, 4)
 
@@ -172,9 +164,9 @@ def test_ranks_that_were_told_different_nodes_refuse() -> None:
     same = Redundancy("replica", NODES, ("",) * 4)
     for other in (Redundancy("copy", NODES, ("",) * 4), Redundancy("replica", NODES[::-1], ("",) * 4), Redundancy()):
         with pytest.raises(CaptureError):
-            assigned(None, [same, same, other, same])
+            assigned([same, same, other, same])
     with raises(ConfigError, "protect", "3 nodes", "4 ranks"):
-        assigned(None, [Redundancy("replica", NODES[:3], ("",) * 3)] * 4)
+        assigned([Redundancy("replica", NODES[:3], ("",) * 3)] * 4)
     with raises(ConfigError, "'mirror'"):
         Redundancy("mirror", NODES, ("",) * 4)
     with raises(ConfigError, "4 nodes", "1 racks"):

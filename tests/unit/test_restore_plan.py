@@ -225,12 +225,6 @@ def test_loops_that_go_on_in_both_memories_are_one() -> None:
     assert in_bytes(StridedCopy(1, 2, (3,), (8,), (4,)), 4) == StridedCopy(4, 8, (3, 4), (32, 1), (16, 1))
 
 
-def test_boxes_that_differ_in_rows_alone_give_one_run() -> None:
-    have = Fragment("w", "F32", (8, 8), Box((2, 0), (4, 8)), 3, 29)
-    need = Fragment("w", "F32", (8, 8), Box((4, 0), (4, 8)), 2, 32)
-    assert overlap(have, need) == (run(15, 0, 11),)
-
-
 def test_columns_of_any_number_of_rows_are_one_block() -> None:
     need = Fragment.whole("w", "F32", (1 << 20, 8), Box((0, 2), (1 << 20, 4)))
     have = Fragment.whole("w", "F32", (1 << 20, 8), Box((0, 4), (1 << 20, 4)))
@@ -283,15 +277,6 @@ def test_another_dtype_or_shape_is_no_source() -> None:
     index = Index(wrong)
     assert index.shapes("w", "F32") == {(16,)}
     assert index.shapes("w", "F16") == frozenset()
-
-
-def test_only_wanted_keys_of_a_table_are_looked_at() -> None:
-    tables = [(source, encode_table([whole("w"), whole(f"v{source % 2}")], [64, 128])) for source in range(4)]
-    index = Index()
-    index.add_tables(tables, lambda key: "u" if key == "v1" else None)
-    assert index.shapes("w", "F32") == index.shapes("v0", "F32") == index.shapes("v1", "F32") == frozenset()
-    reads = plan(index, [whole("u")], cost=lambda source: -source)
-    assert [read.offer for read in reads] == [ShardEntry(3, whole("u"), 128)]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory import destinations, slot_file
@@ -20,6 +21,9 @@ from ftckpt.memory.directory import node_directory
 from ftckpt.memory.slot_file import SlotFile, SlotShard
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.chunk_reads import Part, chunks_of, land
+from ftckpt.restore.plan import StridedCopy
+from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.threads import in_order
 from tests.support.errors import raises
 from tests.unit.test_arena import MANIFEST, write
@@ -84,6 +88,18 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
     arena.slot(0)[arena.image.objects.begin] ^= 1
     with raises(CorruptError, "objects"):
         shard()
+
+
+def test_what_is_between_rows_is_read_beside_them(arena: Arena) -> None:
+    """A chunk is verified with all its bytes, of which few are wanted, and these not as one run."""
+    expected, snapshot = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
+    with closing(SlotFile(arena, 0)) as file:
+        shard, begin = SlotShard(arena, 0, file, snapshot, expected), arena.image.chunks[1].begin + 1000
+        copy = StridedCopy(begin, 0, (20, 7), (100, 1), (7, 1))
+        live, there = torch.zeros(140, dtype=torch.uint8), torch.tensor(list(arena.slot(0)[begin:]))
+        for chunk in chunks_of(shard, [Part(copy, live)]):
+            land(chunk, StagingBuffers())
+    assert torch.equal(live.view(copy.shape), there.as_strided(copy.shape, copy.source_strides))
 
 
 def test_another_file_under_the_name_of_a_slot_is_not_read(arena: Arena) -> None:

@@ -259,17 +259,6 @@ def test_one_bad_chunk_in_every_stripe_of_all_arenas_at_once(modes: Modes, seed:
     assert not check(job, bad, set())
 
 
-def test_a_loss_that_only_several_groups_in_turn_can_mend() -> None:
-    """Two arenas of a node, and another node's replica of the first: neither kind of group alone can do it."""
-    job = build(Modes(node=True, replica="replica"), 3, 3, [0] * 9, [40] * 9)
-    lost = ["s0", "s1", "s3"]
-    chunks = set().union(*map(job.stepped, lost))
-    assert not check(job, chunks, job.blocks_of(lost))
-    for mode in ("node", "replica"):
-        groups = [group for group in job.groups if group.mode == mode]
-        assert {shard for shard, _ in solve(groups, chunks, job.blocks_of(lost))[1]} >= {"s0"}
-
-
 def test_the_cheapest_mode_goes_first() -> None:
     job = build(Modes(node=True, replica="replica", peer=True), 3, 3, [40] * 9, [40] * 9)
     chunks = job.stepped("s4")
@@ -277,15 +266,6 @@ def test_the_cheapest_mode_goes_first() -> None:
     assert not unsolved and {repair.group.mode for repair in repairs} == {"node"}
     repairs, unsolved = solve([g for g in job.groups if g.mode != "node"], chunks, job.blocks_of(["s4"]))
     assert not unsolved and {repair.group.mode for repair in repairs} == {"replica", "peer"}
-
-
-def test_parity_in_slots_comes_back_from_the_replicas_data() -> None:
-    job = build(Modes(replica="replica"), 3, 1, [0] * 3, [40] * 3)
-    (group,) = job.groups
-    kept = {(m.shard, c) for m in group.members for c in range(m.blocks, m.blocks + 2)}
-    repairs, unsolved = solve(job.groups, kept, set())
-    assert not unsolved and all(not repair.use for repair in repairs)
-    carry_out(job, repairs, kept, set())
 
 
 @st.composite
@@ -377,17 +357,6 @@ def test_a_lost_node_takes_its_packages_along() -> None:
     mirrored = mirrors(job.holdings, job.modes)
     assert Forecast(job.groups, mirrored, job.holdings).unrecoverable(set(), {"n1"}) == []
     assert not Forecast(job.groups, own_only, job.holdings).survived(set(), {"n1"})
-
-
-def test_nodes_that_keep_each_others_packages_are_near() -> None:
-    job = small(Modes(peer=True, peer_losses=2, peer_group=3), nodes=4, per_node=1)
-    packages = {"s0": ["n0", "n3"], "s1": ["n1"], "s2": ["n2", "n0", "n1"], "s3": ["n3", "n0"]}
-    forecast = Forecast([], packages, job.holdings)
-    near = forecast.near(nodes=True)
-    assert near == {"n0": {"n2", "n3"}, "n1": {"n2"}, "n2": {"n0", "n1"}, "n3": {"n0"}}
-    assert forecast.near(nodes=False) == {f"s{i}": set() for i in range(4)}
-    both = Forecast(job.groups, packages, job.holdings)
-    assert both.survived(set(), {"n0"}) and both.survived(set(), {"n3"}) and not both.survived(set(), {"n0", "n3"})
 
 
 def test_all_pairs_of_a_large_job_take_seconds() -> None:

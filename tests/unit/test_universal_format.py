@@ -83,8 +83,8 @@ def put(writer: Writer, read: Get = get) -> list[Unit]:
     return units
 
 
-def write(path: Path, read: Get = get) -> Path:
-    writer = UniversalWriter(path, 700)
+def write(path: Path, read: Get = get, max_file_bytes: int = 700) -> Path:
+    writer = UniversalWriter(path, max_file_bytes)
     writer.finish(catalog(), put(writer, read))
     return path
 
@@ -270,7 +270,7 @@ def write_and_die(path: Path, calls: int) -> int:
     try:
         for name in ("fsync", "rename", "unlink", "mkdir", "open"):
             replace_call(name, die_later(getattr(os, name)), setattr)
-        write(path, read=die_later(get))
+        write(path, die_later(get), 2000)
         os._exit(0)
     finally:
         os._exit(1)
@@ -278,7 +278,7 @@ def write_and_die(path: Path, calls: int) -> int:
 
 def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
     """Going on from there always succeeds."""
-    reference = write(tmp_path / "reference")
+    reference = write(tmp_path / "reference", max_file_bytes=2000)
     whole, names = everything(reference), {p.name for p in reference.iterdir()}
     for number in count():
         path = tmp_path / f"out{number}"
@@ -289,11 +289,11 @@ def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
         else:
             for left in path.with_name(f"{path.name}.partial").glob("tensors-*"):
                 parse_header(map_file(left), str(left))
-            assert everything(write(path)) == whole
+            assert everything(write(path, max_file_bytes=2000)) == whole
         assert {p.name for p in path.iterdir()} == names
         if ended == 0:
             break
-    assert number > 40
+    assert number > 20
 
 
 # Pure parts

@@ -72,7 +72,7 @@ def install(of_release: str, checkout: Path | None = None, experts: bool = False
 
 
 def install_apex(checkout: Path | None = None) -> None:
-    """The same of Apex: what Megatron-core and DeepSpeed take of it for their optimizers."""
+    """Install the parts of Apex that Megatron-core and DeepSpeed use for their optimizers."""
     from tests.support.te import fused_adam, real
 
     real.put_kernels("amp_C")
@@ -90,7 +90,7 @@ def install_apex(checkout: Path | None = None) -> None:
 
 
 def _forget_megatron() -> None:
-    """It decides by what is installed when it is imported."""
+    """Unload Megatron, which looks for these packages when it is imported."""
     from tests.support.standin.megatron import install_megatron
 
     for name in [name for name in sys.modules if name.startswith(("megatron", "ftckpt.megatron", "train_gpt"))]:

@@ -63,7 +63,7 @@ class DelayedScalingRecipeState:
         self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32)
 
     def cast(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """What a multiplication sees of ``tensor``; the largest value is noted in the history's first row."""
+        """Cast ``tensor`` to FP8 and back; the largest value is noted in the history's first row."""
         noted, scale = self.amax_history[0], self.scale[index]
         noted[index] = torch.maximum(noted[index], tensor.detach().abs().amax().float())
         most = torch.finfo(self.dtype).max
@@ -114,7 +114,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-        """Of all modules together: largest values over the group, then the next scales."""
+        """Reduce the largest values of all modules over the group, then compute the next scales."""
         for key, states in cls.buffers.items():
             if key.startswith("scaling_fwd") != forward:
                 continue
@@ -191,7 +191,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_meta_tensors_initialized = True
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """In each forward; the tensors are made in the first."""
+        """Called in each forward; the first makes the tensors."""
         meta, recipe = self.fp8_meta, FP8GlobalStateManager.FP8_RECIPE or DelayedScaling()
         self.fp8 = meta["fp8_checkpoint"] = FP8GlobalStateManager.FP8_ENABLED
         if not self.fp8:
@@ -336,7 +336,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """In full precision, as without ``fp8_dpa``; its three multiplications have scales all the same."""
+    """Attention in full precision, as without ``fp8_dpa``; its three multiplications have scales all the same."""
 
     def __init__(self, attention_dropout: float, get_rng_state_tracker: Any, **_more: Any) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 class BasicOperation(torch.nn.Module):
-    """Of those that can be fused; norms are such, too. Those here cast nothing."""
+    """An operation that can be fused, such as a norm; this one casts nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ class LayerNorm(BasicOperation):
 
 
 class CudaRNGStatesTracker:
-    """Where torch has generators that are safe in CUDA graphs it keeps those, not their states."""
+    """Keeps generators that are safe in CUDA graphs, not their states."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Generator] = {}

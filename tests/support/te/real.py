@@ -42,7 +42,7 @@ def load_optimizers(checkout: Path) -> None:
 
 
 def put_kernels(name: str) -> None:
-    """Those in torch under the name of the compiled ones."""
+    """Put kernels in torch under the name of the compiled ones."""
     from tests.support.te import fused_adam
 
     found = {each: value for each, value in vars(fused_adam).items() if each.startswith(("multi_tensor", "te_"))}
@@ -91,7 +91,7 @@ def grouped_linear(checkout: Path) -> type:
 
 @contextlib.contextmanager
 def _aside(*packages: str) -> Iterator[None]:
-    """What is loaded of ``packages`` in it is so only in it."""
+    """Modules of ``packages`` that the block loads are unloaded after it."""
 
     def take() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in tops}
