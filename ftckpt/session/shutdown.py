@@ -86,7 +86,7 @@ class JobEnd(NamedTuple):
         return cls(newest, lacking, "".join(objections[:1]), keep, persisted)
 
 
-class FinalFlush:
+class LastFlush:
     """One rank's part of the final snapshot and of its flush, after its last fence. Only the training thread calls
     its methods.
 

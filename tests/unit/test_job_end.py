@@ -18,7 +18,7 @@ from ftckpt.model.training_state import Description, Piece
 from ftckpt.session import shutdown
 from ftckpt.session.actions import TakeSnapshot
 from ftckpt.session.session import SessionState
-from ftckpt.session.shutdown import FinalFlush, JobEnd, RankShutdown
+from ftckpt.session.shutdown import JobEnd, LastFlush, RankShutdown
 from tests.support.errors import lacks
 
 
@@ -139,7 +139,7 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
     snapshots: Any = SimpleNamespace(
         capture=capture, shard=SimpleNamespace(complete=lambda keep: None), take=begin, kept=None
     )
-    assert not FinalFlush(rank, snapshots, 10).take(at(10), frozenset(have(8, 5)))
+    assert not LastFlush(rank, snapshots, 10).take(at(10), frozenset(have(8, 5)))
     assert taken == [TakeSnapshot(at(10), frozenset(have(8, 5) if full else have(8, 7, 5)))]
     assert marks == ([None] if full else []), "the SMP stops before its slot is written"
     assert capture.done == ["begin", "fence", "settle"]
@@ -160,5 +160,5 @@ def test_the_last_snapshot_is_flushed_unless_it_is_on_storage(
     rank: Any = SimpleNamespace(
         state=state, config=Config(persist="/there"), events=None, group=None, protection=SimpleNamespace(mark=id)
     )
-    assert not FinalFlush(rank, cast(Any, SimpleNamespace(capture=capture, kept=None)), -1).run()
+    assert not LastFlush(rank, cast(Any, SimpleNamespace(capture=capture, kept=None)), -1).run()
     assert came == flushed

@@ -31,7 +31,7 @@ from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision
-from ftckpt.restore.search import Found
+from ftckpt.restore.search import SearchResult
 from ftckpt.restore.selected_shards import SelectedShards
 from tests.support.errors import raises
 
@@ -271,7 +271,7 @@ def test_a_restart_goes_on_with_the_capacities_of_the_arenas(arena_root: Path, c
         arenas = OpenArenas(arena_root)
         with closing(arenas):
             context = RestoreContext(group, Topology(rank, tuple(members), {}), Events(None, rank), arenas)
-            chosen = SelectedShards(context, Found(decision, arenas.shard))
+            chosen = SelectedShards(context, SearchResult(decision, arenas.shard))
             chosen.join(group.gather(chosen.describe()))
             return chosen.capacities()
 
