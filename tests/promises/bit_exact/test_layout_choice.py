@@ -28,7 +28,7 @@ from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = ["--layers", "4", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2"]
 EXPERTS = ["--num-experts", "4"]
 

@@ -93,7 +93,7 @@ def test_a_compiler_traces_no_hook_and_a_compiled_step_is_fenced(arena_root: Pat
 
 def engine_copied(rank: int, world_size: int, arena: str, on: bool) -> dict[str, Any]:
     import ftckpt.deepspeed
-    from tests.multiproc.test_deepspeed_doors import Samples, initialize, section
+    from tests.integrations.test_deepspeed_doors import Samples, initialize, section
 
     engine = initialize(section(arena) if on else None, Samples(), zero_optimization={"stage": 0})
     calls: list[str] = []

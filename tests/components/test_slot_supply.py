@@ -17,9 +17,9 @@ from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import node_directory
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.slot_allocator import SlotAllocator
+from tests.components.test_arena import MANIFEST
 from tests.support.arenas import LINEAGE, SHARE, Rank, complete, ranks, settle, start, stop, write
 from tests.support.waiting import until
-from tests.unit.test_arena import MANIFEST
 
 SECS = 20.0
 KEEP = SnapshotId(LINEAGE, 4)

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(120
 
 MODEL = ("--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2")
 SETTINGS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB")
-SCRIPT = str(Path(__file__).parents[1] / "support" / "failing.py")
+SCRIPT = str(Path(__file__).parents[2] / "support" / "failing.py")
 PROMPT_SECS = 15.0
 """Some seconds, on a busy machine; where a rank waits for others it takes a minute or more."""
 START_SECS = 60.0

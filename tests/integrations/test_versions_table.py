@@ -53,7 +53,7 @@ source launch/environment.sh
 TORCH=torch==$1
 prepare "$ALL_EXTRAS" >&2
 """
-CONFORMANCE = "tests/multiproc/test_conformance.py"
+CONFORMANCE = "tests/integrations/test_conformance.py"
 SHOW = "import sys, torch; print(*sys.version_info[:2], sep='.', end=' '); print(torch.__version__)"
 
 

@@ -25,8 +25,8 @@ from ftckpt.restore.chunk_reads import Part, chunks_of, land
 from ftckpt.restore.plan import StridedCopy
 from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.threads import in_order
+from tests.components.test_arena import MANIFEST, write
 from tests.support.errors import raises
-from tests.unit.test_arena import MANIFEST, write
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.support.mounting import in_memory
 
 pytestmark = pytest.mark.multiproc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Each script is a fork, which ends as an interpreter does: importing torch would take most of the time.
 SCRIPTS = """
 import gc, importlib, json, os, sys, threading, time

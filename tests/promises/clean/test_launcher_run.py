@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import atexit, json, os, pathlib, sys, threading
 import torch

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rebuild_layout import chosen, started
 
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.image import SlotImage
 from ftckpt.memory.parity_file import ParityFile, list_parity
 from ftckpt.parity.modes import Modes
+from tests.promises.bit_exact.test_rebuild_layout import chosen, started
 from tests.support import protected
 from tests.support.event_logs import read_events
 from tests.support.killing import die_at

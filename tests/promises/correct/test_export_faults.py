@@ -23,7 +23,7 @@ from ftckpt.persist.paths import Place
 from ftckpt.smp.footprint import NICE
 from ftckpt.universal.formats import ReadOptions, open_reader
 from ftckpt.universal.universal_format import UniversalReader
-from tests.faults.test_persist import NODES, restored, train_then_die, train_to_the_end, what_was
+from tests.promises.complete.test_persist import NODES, restored, train_then_die, train_to_the_end, what_was
 from tests.support import jobs
 from tests.support.event_logs import read_events
 from tests.support.flush_jobs import Job

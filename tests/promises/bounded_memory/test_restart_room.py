@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_restart_layout import LAST, OLD, Attempt, Layout, broken, events, restarted, train, train_until_protected
 
 from ftckpt.memory.directory import end_smp, list_arenas
 from ftckpt.memory.ledger import Ledger, size_of
 from ftckpt.memory.locks import holder_of
 from ftckpt.session.protection import Protection
+from tests.promises.bit_exact.test_restart_layout import (
+    LAST,
+    OLD,
+    Attempt,
+    Layout,
+    broken,
+    events,
+    restarted,
+    train,
+    train_until_protected,
+)
 from tests.support.mounting import leave_free, tmpfs, used
 from tests.support.pool import run_ranks
 from tests.support.waiting import until

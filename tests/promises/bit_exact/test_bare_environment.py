@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.multiproc
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 BARE = """
 import pwd, runpy, socket, sys, tempfile

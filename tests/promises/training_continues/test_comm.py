@@ -344,7 +344,7 @@ def test_a_rank_that_fails_ends_at_once_whatever_it_has_posted(tmp_path: Path) -
             [sys.executable, "-c", FAIL_WITH_A_POST, str(rank), str(tmp_path / "store"), str(GROUP_SECS)],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         )
         for rank in range(2)
     ]

@@ -58,7 +58,7 @@ def deepspeed(rank: int, world_size: int, arena: str, what: str, settings: dict[
     import deepspeed as framework
 
     import ftckpt.deepspeed
-    from tests.multiproc import test_deepspeed_doors as doors
+    from tests.integrations import test_deepspeed_doors as doors
 
     said = logged(logging.WARNING)
     framework.__version__ = LATER

@@ -241,7 +241,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     """120 MB in files of 40 MB, from fragments that have to be put together; the limit is of all workers."""
     most = {}
     for limit in (50 << 20, 200 << 20):
-        paths = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
+        paths = f"{Path(__file__).parent}:{Path(__file__).parents[3]}"
         words = [sys.executable, "-c", MEASURED, paths, str(tmp_path / str(limit)), str(limit)]
         found = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
         assert found.returncode == 0, found.stderr

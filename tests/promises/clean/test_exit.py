@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.faults
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANKS = 4
 EXITS = 200
 # Each is the others' load.
