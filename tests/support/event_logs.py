@@ -1,4 +1,4 @@
-"""Event logs, read and checked against the table of events, or made up for runs without training; and pages."""
+"""Event logs: read and checked against the table of events, or made up for runs that never trained; and pages."""
 
 from __future__ import annotations
 
