@@ -21,7 +21,7 @@ say "ruff check"
 tier=()
 case ${1:-} in
 --unit)
-    tier=(tests/unit)
+    tier=(tests/components)
     shift
     ;;
 --all)

@@ -96,7 +96,7 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     )  # fmt: skip
 
 
-class _Compared(NamedTuple):
+class _Comparison(NamedTuple):
     """This rank's pieces that are copied and derived, and their replica sets."""
 
     stepped: list[Piece]
@@ -113,7 +113,7 @@ def _compare(  # noqa: PLR0917 - those of ``assign``
     redundancy: Redundancy,
     sharing: ReplicaMap | None,
     cast: Collection[str],
-) -> _Compared:
+) -> _Comparison:
     """Compares pieces with their masters and replicas with each other. Collective; see ``assign``."""
     if sharing is None:
         sharing = gather_sharing(group, described)
@@ -131,13 +131,13 @@ def _compare(  # noqa: PLR0917 - those of ``assign``
     sets = without_small(held) if replicated else each_its_own(held)
     compared = [(view.derived_bytes, view.num_pieces) for view in views]
     belief = ReplicaAssumption(held if replicated else None, look.held, derived, compared, broken)
-    return _Compared(stepped, derived, sets, replicated, belief)
+    return _Comparison(stepped, derived, sets, replicated, belief)
 
 
 def _manifest(  # noqa: PLR0917 - the parts of a manifest
     topology: Topology,
     described: Description,
-    found: _Compared,
+    found: _Comparison,
     slot_parts: SlotParts,
     volatile: Sequence[CopyPart],
     sizes: tuple[int, int, int],

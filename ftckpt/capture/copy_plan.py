@@ -67,7 +67,7 @@ class CopyPlan:
                 storage = 0 if gathers else source.untyped_storage().data_ptr()
                 entry = _Entry(address, segment.offset, segment.nbytes, gathers, storage)
                 if before is not None and _continues(before, entry):
-                    entries[-1] = _Entry(*before[:2], entry.offset + entry.nbytes - before.offset, *before[3:])
+                    entries[-1] = before._replace(nbytes=entry.offset + entry.nbytes - before.offset)
                 else:
                     entries.append(entry)
             firsts.append(len(entries))

@@ -1,6 +1,6 @@
 """The job of ``ftckpt plan``: its layout, and which ranks have which bytes of its state.
 
-``tests/multiproc/test_plan.py`` compares this to the state that the frameworks' integrations find.
+``tests/integrations/test_plan.py`` compares this to the state that the frameworks' integrations find.
 """
 
 from __future__ import annotations

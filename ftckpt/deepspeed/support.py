@@ -7,20 +7,12 @@ parameter without a box, are raised when the state is described.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 from packaging.version import Version
 
 from ftckpt.errors import UnsupportedError
-
-
-class UnsupportedField(NamedTuple):
-    """A field of DeepSpeed's JSON that is an error if it ``applies`` to an engine, and its remedy."""
-
-    field: str
-    fix: str
-    applies: Callable[[Any], object]
 
 
 def check(engine: Any) -> None:
@@ -62,7 +54,7 @@ def _has_autoep(engine: Any) -> bool:
 
 
 _USE_CPU = "use device cpu: state on NVMe is not in memory"
-REFUSALS = [UnsupportedField(*row) for row in (
+REFUSALS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("zero_optimization.offload_optimizer.device nvme", _USE_CPU, lambda one: _on_nvme(one.zero_offload_optimizer())),
     ("zero_optimization.offload_param.device nvme", _USE_CPU, lambda one: _on_nvme(one.zero_offload_param())),
     ("zero_optimization.offload_optimizer.super_offload", "remove it", _is_super),
@@ -90,4 +82,5 @@ REFUSALS = [UnsupportedField(*row) for row in (
     ("optimizer.type Muon", "use AdamW",
      lambda one: any("use_muon" in group for group in getattr(one.basic_optimizer, "param_groups", ()))),
     ("LoRA of OptimizedLinear", "use layers of torch.nn", lambda one: one.optimized_linear_lora_enabled),
-)]  # fmt: skip
+)  # fmt: skip
+"""Each field that is an error if its function returns true for an engine, its remedy, and the function."""

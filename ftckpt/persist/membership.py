@@ -17,7 +17,7 @@ _BEAT_SECS = 1.0
 _FIELDS = {"owner", "beat", "held"}
 
 
-class Member(NamedTuple):
+class MembershipEntry(NamedTuple):
     """The entry of a node: ``beat`` changes with each renewal; it has its part of all ``snapshots``."""
 
     beat: str
@@ -64,7 +64,7 @@ class Membership:
         """Remove this node's entry."""
         _forget(self._storage, [_name(self._node)])
 
-    def _read(self) -> dict[str, Member]:
+    def _read(self) -> dict[str, MembershipEntry]:
         found = {}
         for node in self._nodes:
             if (data := content(self._storage, _name(node))) is None:
@@ -72,7 +72,7 @@ class Membership:
             try:
                 entry = json.loads(data)
                 if entry["owner"] == self._owner:
-                    found[node] = Member(str(entry["beat"]), frozenset(map(SnapshotId.parse, entry["held"])))
+                    found[node] = MembershipEntry(str(entry["beat"]), frozenset(map(SnapshotId.parse, entry["held"])))
             except (KeyError, TypeError, ValueError):
                 text = "is damaged; remove it"
                 raise StorageError(f"{self._storage.where}/{_name(node)}: {text}", lasting=True) from None

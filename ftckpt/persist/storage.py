@@ -1,7 +1,7 @@
 """Storage of checkpoints: named objects, each either complete and durable or absent.
 
 Two implementations: files below a directory (a local disk, NFS, Lustre) and the objects of a store (S3, GCS, Azure,
-and a process's own memory for tests) through obstore. ``tests/unit/test_storage.py`` tests both alike.
+and a process's own memory for tests) through obstore. ``tests/components/test_storage.py`` tests both alike.
 """
 
 from __future__ import annotations

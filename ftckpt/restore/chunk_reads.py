@@ -68,7 +68,7 @@ class Part(NamedTuple):
     to: torch.Tensor
 
 
-class ChunkRead(NamedTuple):
+class ChunkPlan(NamedTuple):
     """A chunk to read, the span of the image that ``parts``, which overlap it, need of it, and these parts."""
 
     source: Source
@@ -87,7 +87,7 @@ class ChunkRead(NamedTuple):
         return self.source.stored_bytes(self.number)
 
 
-def chunks_of(source: Source, parts: Iterable[Part], every: bool = False) -> Iterator[ChunkRead]:
+def chunks_of(source: Source, parts: Iterable[Part], every: bool = False) -> Iterator[ChunkPlan]:
     """The chunks of an image that ``parts`` overlap, or ``every`` one. The objects count as one more chunk."""
     parts = sorted(parts, key=lambda part: part.copy.source)
     begins, first = [part.copy.source for part in parts], 0
@@ -99,12 +99,12 @@ def chunks_of(source: Source, parts: Iterable[Part], every: bool = False) -> Ite
         of = [part for part in near if _wants(part.copy, span)]
         if of:
             end = max(part.copy.source_end for part in of)
-            yield ChunkRead(source, number, Span(max(span.begin, of[0].copy.source), min(span.end, end)), of)
+            yield ChunkPlan(source, number, Span(max(span.begin, of[0].copy.source), min(span.end, end)), of)
         elif every and number < len(source.image.chunks):
-            yield ChunkRead(source, number, Span(span.begin, span.begin), ())
+            yield ChunkPlan(source, number, Span(span.begin, span.begin), ())
 
 
-def land(chunk: ChunkRead, staging: StagingBuffers) -> int:
+def land(chunk: ChunkPlan, staging: StagingBuffers) -> int:
     """Read and verify a chunk, and copy its bytes to their destinations, maybe asynchronously; returns the bytes
     read."""
     begin, end, nbytes = chunk.span.begin, chunk.span.end, chunk.span.nbytes
@@ -122,7 +122,7 @@ def land(chunk: ChunkRead, staging: StagingBuffers) -> int:
 
 
 def land_all(
-    chunks: Sequence[ChunkRead], threads: int, end_part: Callable[[str], None] = lambda part: None
+    chunks: Sequence[ChunkPlan], threads: int, end_part: Callable[[str], None] = lambda part: None
 ) -> Generator[int]:
     """Land the chunks on ``threads``, and yield the bytes of each. ``end_part`` is called with ``pin``, ``read`` and
     ``copy``, parts of a restart."""
@@ -162,7 +162,7 @@ def read_range(source: Source, begin: int, end: int) -> Buffer:
     return data.numpy().data
 
 
-def _targets(chunk: ChunkRead) -> list[LoadTarget] | None:
+def _targets(chunk: ChunkPlan) -> list[LoadTarget] | None:
     """The destinations of a chunk's bytes, ascending; None if they overlap or are not runs of host memory."""
     targets, place = list[LoadTarget](), chunk.span.begin
     for copy, to in chunk.parts:

@@ -26,7 +26,7 @@ from ftckpt.memory.locations import Location, OpenArenas, SlotAt, location_of
 from ftckpt.model import codec
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology
-from ftckpt.restore.chunk_reads import ChunkRead, OpenShard, Part, chunks_of, finish_together, land_all
+from ftckpt.restore.chunk_reads import ChunkPlan, OpenShard, Part, chunks_of, finish_together, land_all
 from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
 from ftckpt.restore.redistribute import (
     Name,
@@ -142,7 +142,7 @@ class Reads:
     """One rank's reads: the chunks that it reads itself, ``local_bytes`` of its tensors, and the transfers from ranks
     of other nodes (``remote``)."""
 
-    chunks: Sequence[ChunkRead]
+    chunks: Sequence[ChunkPlan]
     remote: Sequence[Transfer]
     local_bytes: int
 
@@ -166,7 +166,7 @@ class Reads:
         # Each rank starts at another shard, to spread the load.
         order = sorted(parts)
         first = rank % max(1, len(order))
-        chunks: list[ChunkRead] = []
+        chunks: list[ChunkPlan] = []
         for at in (*order[first:], *order[:first]):
             source = open_shard(at)
             _require_inside(source.image, parts[at])

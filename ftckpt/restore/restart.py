@@ -40,7 +40,7 @@ from ftckpt.restore.decide import Decision
 from ftckpt.restore.invalidate import adopt, invalidate
 from ftckpt.restore.load import Traffic, execute
 from ftckpt.restore.requests import nothing_before, refuse_doubtful, requests_since, selection_of
-from ftckpt.restore.search import Found, Search, pass_over
+from ftckpt.restore.search import Search, SearchResult, pass_over
 from ftckpt.restore.selected_shards import LoadPlan, ReadEstimate, SelectedShards, fits
 from ftckpt.restore.storage_catalog import EMPTY_CATALOG, CatalogSurvey, StorageCatalog, ask
 from ftckpt.restore.storage_source import READERS, reads, report_fetched
@@ -101,7 +101,7 @@ class Restart:
         self._catalog = EMPTY_CATALOG
         self._start: _Start  # from ``choose`` on
         self._search: Search | None = None
-        self._found: Found | None = None  # the result of the search
+        self._found: SearchResult | None = None  # the result of the search
         self._chosen = SelectedShards(self._context, None)  # its shards; set by ``invalidate_newer``
         self._is_touched = False  # whether an unverified load may have written to the live state
         self.resumption = Resumption()
@@ -235,7 +235,7 @@ class Restart:
             start.catalog.require_seen()
         return found.decision if found is not None else None
 
-    def _accepted(self, search: Callable[[], Found | None]) -> Found | None:
+    def _accepted(self, search: Callable[[], SearchResult | None]) -> SearchResult | None:
         """The result of a search; None if it is lost, or older than the loaded checkpoint."""
         start, loaded = self._start, self._start.loaded
         try:

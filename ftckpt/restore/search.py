@@ -35,7 +35,7 @@ _FETCHES = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search: a decision, and how its shards are opened.
 
     ``is_verified``: all its bytes are verified. Otherwise they are while they are loaded, and may turn out bad.
@@ -49,11 +49,11 @@ class Found:
     fetch: ShardFetch | None = None
     usage: Usage = field(default_factory=dict)
 
-    def fetched(self, arenas: OpenArenas) -> Found:
+    def fetched(self, arenas: OpenArenas) -> SearchResult:
         """The result after a fetch to slots. Collective; raises as ``ShardFetch.run``."""
         assert self.fetch is not None
         sources, counts = self.fetch.run()
-        return Found(replace(self.decision, sources=sources), arenas.shard, usage={"storage": counts})
+        return SearchResult(replace(self.decision, sources=sources), arenas.shard, usage={"storage": counts})
 
 
 class Search:
@@ -82,7 +82,7 @@ class Search:
         self._is_rebuilt = False
         self._reported: tuple[str, int, list[str]] | None = None
 
-    def run(self) -> Found | None:
+    def run(self) -> SearchResult | None:
         """The newest snapshot that is complete or was reconstructed, in memory or on storage; None if there never was
         one.
 
@@ -97,7 +97,7 @@ class Search:
             self._overlaps = self._unproven = False
         return self._newest()
 
-    def again(self, found: Found) -> Found | None:
+    def again(self, found: SearchResult) -> SearchResult | None:
         """The replacement of a result that turned out bad, or whose direct read does not fit."""
         if found.fetch is None:  # verify before the next load
             self._unproven = False
@@ -105,7 +105,7 @@ class Search:
         self._catalog, self._reports = self._catalog.without(found.decision.snapshot), None
         return self.run()
 
-    def _newest(self) -> Found | None:
+    def _newest(self) -> SearchResult | None:
         found, lost = self._or_lost()
         for stored in self._catalog.snapshots:
             for _ in range(_FETCHES):
@@ -127,7 +127,7 @@ class Search:
             raise lost
         return found
 
-    def _or_lost(self) -> tuple[Found | None, LostError | None]:
+    def _or_lost(self) -> tuple[SearchResult | None, LostError | None]:
         try:
             return self._in_memory(), None
         except LostError as error:
@@ -154,7 +154,7 @@ class Search:
             self._usage["storage"] = counts
         return True
 
-    def _from_storage(self, fetch: ShardFetch) -> Found | None:
+    def _from_storage(self, fetch: ShardFetch) -> SearchResult | None:
         """The result for a snapshot of which memory has nothing; None if it is corrupt on storage."""
         files, topology = fetch.files, self._context.topology
         stored = files.stored
@@ -166,9 +166,9 @@ class Search:
         except StorageError as error:
             pass_over(self._context.events, stored.snapshot, error)
             return None
-        return Found(decision, files.shard, is_verified=False, fetch=fetch, usage={"storage": total_of([])})
+        return SearchResult(decision, files.shard, is_verified=False, fetch=fetch, usage={"storage": total_of([])})
 
-    def _in_memory(self) -> Found | None:
+    def _in_memory(self) -> SearchResult | None:
         """The newest snapshot that memory has, or that parity reconstructs."""
         arenas = self._context.arenas
         while True:
@@ -181,14 +181,14 @@ class Search:
             if self._unproven and decision.rebuild is None:
                 self._report_fallback(decision)
                 open_shard = verified_on_the_way(arenas, decision.snapshot)
-                return Found(decision, open_shard, is_verified=False, usage=dict(self._usage))
+                return SearchResult(decision, open_shard, is_verified=False, usage=dict(self._usage))
             if bad := self._verifier.verify(decision):
                 self._findings.damage.update(bad)
                 # Query protection again: it has packages only of shards that were missing, and more may be missing.
                 self._findings.protections.clear()
             elif (whole := self._repair(decision)) is not None:
                 self._report_fallback(whole)
-                return Found(whole, arenas.shard, usage=dict(self._usage))
+                return SearchResult(whole, arenas.shard, usage=dict(self._usage))
 
     def _gather_inventory(self) -> Inventory:
         topology, arenas = self._context.topology, self._context.arenas
@@ -297,6 +297,6 @@ def is_of_one_layout(inventory: Inventory, stored: Iterable[StoredSnapshot]) -> 
     return not any(layouts_differ(every[0], layout) for layout in every[1:])
 
 
-def _is_at(found: Found | None, stored: StoredSnapshot) -> bool:
+def _is_at(found: SearchResult | None, stored: StoredSnapshot) -> bool:
     """Whether the result is at least as new as a stored snapshot."""
     return found is not None and found.decision.snapshot.iteration >= stored.snapshot.iteration

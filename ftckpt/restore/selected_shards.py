@@ -20,7 +20,7 @@ from ftckpt.restore.chunk_reads import read_range
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import readers_of
 from ftckpt.restore.load import Reads, Transfer, fetch, reader_for, transfers_of
-from ftckpt.restore.search import Found
+from ftckpt.restore.search import SearchResult
 from ftckpt.restore.shard_contents import (
     LOCAL,
     SlotContents,
@@ -76,7 +76,7 @@ class SelectedShards:
     """The shards of one decision; none if ``found`` is None. Each rank calls ``describe``, then ``join`` with the
     results of all ranks, then the other methods."""
 
-    def __init__(self, context: RestoreContext, found: Found | None) -> None:
+    def __init__(self, context: RestoreContext, found: SearchResult | None) -> None:
         self._context = context
         self._found = found
         decision = found.decision if found is not None else None
@@ -85,7 +85,7 @@ class SelectedShards:
         self._contents: Mapping[str, SlotContents] = {}
 
     @property
-    def found(self) -> Found:
+    def found(self) -> SearchResult:
         """The result of the search."""
         assert self._found is not None, "there is something to load"
         return self._found

@@ -31,7 +31,7 @@ from ftckpt.session.rank_context import RankContext
 from ftckpt.session.reminders import OpenJob, Reminder, save_command
 from ftckpt.session.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.session.shard import Shard
-from ftckpt.session.shutdown import FinalFlush
+from ftckpt.session.shutdown import LastFlush
 from ftckpt.session.snapshot_driver import SnapshotDriver
 from ftckpt.session.start import LoadResult, load, meet
 
@@ -385,7 +385,7 @@ class Checkpointer:
     def _flush_last(self, snapshots: SnapshotDriver) -> str:
         """Flush the last snapshot; returns why that failed, empty if it did not."""
         # -1 before the first boundary of this attempt: no snapshot of it is wanted.
-        flush = FinalFlush(self.rank, snapshots, self._boundary if self._open_job.has_stepped else -1)
+        flush = LastFlush(self.rank, snapshots, self._boundary if self._open_job.has_stepped else -1)
         try:
             try:
                 self._fence()

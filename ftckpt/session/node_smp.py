@@ -75,8 +75,8 @@ class NodeSmp:
         self._group, self._events = group, events
         self._machines = machines
         self._port: PortHold | None = None  # reserved for the SMP if this rank leads its node
-        self._setup = Delivery("ftckpt-smp-setup", self._tell, self._fail, (_AGAIN_SECS, _AGAIN_SECS))
-        self._claim = Delivery("ftckpt-claim", self._record, self._report_claim, _CLAIM_AGAIN_SECS)
+        self._setup = RepeatedDelivery("ftckpt-smp-setup", self._tell, self._fail, (_AGAIN_SECS, _AGAIN_SECS))
+        self._claim = RepeatedDelivery("ftckpt-claim", self._record, self._report_claim, _CLAIM_AGAIN_SECS)
         self._node_dir: Path | None = None
         self._client: SmpClient | None = None
         self._watch: Watch | None = None
@@ -205,7 +205,7 @@ class NodeSmp:
             self._client = self._find_or_start(self._node_dir, self._port, description)
             problem = self._client.configure(description)
         self._watch = self._watch or Watch(self._client, self._events.emit, tell=self._tell_warning)
-        if problem:  # it does the rest; ``Delivery`` retries
+        if problem:  # it does the rest; ``RepeatedDelivery`` retries
             raise SmpError(problem)
         self._port.close()
 
@@ -285,7 +285,7 @@ class NodeSmp:
         self._events.emit("smp_error", error=in_words(error))
 
 
-class Delivery(Generic[T]):
+class RepeatedDelivery(Generic[T]):
     """Delivers the latest value that is wanted, and retries until it is delivered.
 
     Args:

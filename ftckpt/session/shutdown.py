@@ -17,7 +17,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human_secs, listed
 from ftckpt.persist import commit
 from ftckpt.session import deadlines
-from ftckpt.session.actions import TakeSnapshot
+from ftckpt.session.actions import TakeSnapshot, UpdateTargets
 from ftckpt.session.protection import Protection
 from ftckpt.session.rank_context import RankContext
 from ftckpt.session.reminders import save_command
@@ -86,7 +86,7 @@ class JobEnd(NamedTuple):
         return cls(newest, lacking, "".join(objections[:1]), keep, persisted)
 
 
-class FinalFlush:
+class LastFlush:
     """One rank's part of the final snapshot and of its flush, after its last fence. Only the training thread calls
     its methods.
 
@@ -107,7 +107,8 @@ class FinalFlush:
         last = self._take_missing(ending) or ending.newest
         if last is None or last in ending.persisted:
             return ""
-        rank.protection.mark(rank.state.marks._replace(flush=last))
+        targets = rank.state.targets
+        rank.protection.mark(UpdateTargets(targets.protected, targets.target, flush=last))
         trying = (
             f"the flush is retried for {human_secs(commit.FLUSH_SECS)}; to stop waiting, end the job, which leaves "
             f"its snapshots in memory, and save them with {save_command(rank.config)}"

@@ -32,7 +32,7 @@ _RESTORED = "the snapshot that ftckpt restored"
 """Given to methods of ``Trainer`` in place of a checkpoint's path."""
 
 
-class Progress:
+class TrainerProgress:
     """The position of a trainer and the state of its callbacks, without ``log_history``, which grows with the run."""
 
     def __init__(self, trainer: Any) -> None:
@@ -99,7 +99,7 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         if self._checkpointer is not None:
             raise UnsupportedError("train: called twice, and ftckpt follows one training; make another Trainer")
         trainer = self._trainer
-        objects: dict[str, Any] = {"trainer": Progress(trainer)}
+        objects: dict[str, Any] = {"trainer": TrainerProgress(trainer)}
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
         loaded = state.global_step

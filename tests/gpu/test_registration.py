@@ -68,19 +68,19 @@ def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
     """Through the staging buffer it would stand in training's way. What is cheap beside an iteration, or late, need
     not wait."""
     snapshots = DeviceSnapshots(monkeypatch, settled=False)
-    capture, copier, release = snapshots.capture, snapshots.copier, threading.Event()
-    monkeypatch.setattr(copier._registrar, "_pin", lambda *_: release.wait(SECS))
+    capture, release = snapshots.capture, threading.Event()
+    monkeypatch.setattr(registration, "pin_pages", lambda *_: release.wait(SECS))
+    monkeypatch.setattr(registration, "unpin_pages", lambda _address: None)
     assert capture.is_ready(()), "it takes no time"
-    secs = copier._device_bytes / device_copier._STAGED_BYTES_PER_SEC
-    monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", secs / 2)
+    monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", 0.0)
+    monkeypatch.setattr(device_copier, "_MOST_STAGED_SHARE", 0.0)
     assert not capture.is_ready(()) and not capture.takes_fresh_slots
     for _ in range(2):
         capture.at_boundary()
-    copier._iteration_secs = secs
     assert not capture.is_ready(())
-    copier._iteration_secs = 1.1 * secs / device_copier._MOST_STAGED_SHARE
-    assert capture.is_ready(()), "iterations are long"
-    copier._iteration_secs = secs
+    with monkeypatch.context() as patch:
+        patch.setattr(device_copier, "_MOST_STAGED_SHARE", 1e9)
+        assert capture.is_ready(()), "iterations are long"
     with monkeypatch.context() as patch:
         patch.setattr(device_copier, "_PINNED_WITHIN_SECS", -1.0)
         assert capture.is_ready(())
@@ -96,11 +96,11 @@ def test_a_slot_that_cannot_be_pinned_is_waited_for_no_longer(
 ) -> None:
     fake.refuse_pinning = True
     monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", 0.0)
+    monkeypatch.setattr(device_copier, "_MOST_STAGED_SHARE", 0.0)
     snapshots = DeviceSnapshots(monkeypatch, settled=False)
     assert not snapshots.capture.is_ready(())
     for _ in range(2):
         snapshots.capture.at_boundary()
-    snapshots.copier._iteration_secs = 0.0
     until(lambda: snapshots.capture.is_ready(()), "refused", SECS)
     snapshots.capture.close()
 

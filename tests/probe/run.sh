@@ -12,7 +12,7 @@
 # megatron-deepspeed 4efb479d of Megatron-DeepSpeed, with those in tests/probe/megatron_deepspeed.py (try --help in
 # place of DIR). --launcher ftckpt starts runs by ftckpt run: kills wait until it can restart ranks without imports, which
 # takes iterations. For patches any release of Megatron-LM that has one (patches/apply.sh --list), see
-# tests/probe/patches.sh. The last two run tests of tests/multiproc with the real Python of a library, over kernels in
+# tests/probe/patches.sh. The last two run tests of tests/integrations with the real Python of a library, over kernels in
 # torch: for fused-adam of Transformer Engine from 2.1 on or of Apex from 23.05 on, for grouped-experts of the former.
 
 set -euo pipefail
@@ -32,7 +32,7 @@ if [ "$probe" = fused-adam ] || [ "$probe" = grouped-experts ]; then
     shift
     prepare "$ALL_EXTRAS"
     cd "$ROOT"
-    exec "$PYTHON" -m pytest -m "" "tests/multiproc/test_${probe/-/_}.py" "$@"
+    exec "$PYTHON" -m pytest -m "" "tests/integrations/test_${probe/-/_}.py" "$@"
 fi
 case "${1:-}" in
 -h | --help) ;;

@@ -104,7 +104,7 @@ class DeepSpeedJob(ScriptJob):
             return
         tokens, labels = next(job.batches)
         job.engine.eval()
-        job.engine(tokens, labels)
+        job.engine(tokens.to(job.engine.device), labels.to(job.engine.device))
         job.engine.train()
 
     def add_parameter(self) -> None:
@@ -166,10 +166,10 @@ class MegatronJob(ScriptJob):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         job, args = self._job, self._job.args
-        batch = job.data.next_batch(job.num_micro, args.micro_batch, 0, 1)
+        batches = [batch.cuda() for batch in job.data.next_batch(job.num_micro, args.micro_batch, 0, 1)]
         get_forward_backward_func()(
             forward_step_func=self._script.forward_step,
-            data_iterator=[iter(batch) for _ in job.model],
+            data_iterator=[iter(batches) for _ in job.model],
             model=job.model,
             num_microbatches=job.num_micro,
             seq_length=args.seq,

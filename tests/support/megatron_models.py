@@ -28,7 +28,7 @@ _LAYOUT = {
 class Model:
     """``config`` are fields of (MLA)TransformerConfig; ``vocabulary`` None pads 257 tokens for the layout.
 
-    ``grouped``: legacy grouped experts; ``mla``: multi-latent attention.
+    ``grouped``: legacy grouped experts; ``mla``: multi-latent attention; ``sharded``: distributed optimizer.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +36,7 @@ class Model:
     mla: bool = False
     untied: bool = False
     vocabulary: int | None = 272
+    sharded: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,14 @@ def build(model: Model, layout: Mapping[str, int]) -> Built:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = _config(model, layout)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=model.sharded)
     chunks = []
     for index in range(layout.get("vpp", 1)):
         gpt = _gpt(model, layout, config, index if layout.get("vpp", 1) > 1 else None)
         chunks.append(DistributedDataParallel(config, ddp, gpt, disable_bucketing=index > 0))
     settings = OptimizerConfig(
         optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, params_dtype=config.params_dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=model.sharded,
     )  # fmt: skip
     return Built(chunks, get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False), config)
 

@@ -13,7 +13,7 @@ from typing import Any
 from ftckpt.errors import PeerError, SmpError
 from ftckpt.memory.directory import end_smp, node_directory
 from ftckpt.memory.heartbeat import Heartbeat
-from ftckpt.session.node_smp import Delivery
+from ftckpt.session.node_smp import RepeatedDelivery
 from ftckpt.smp.channel import Deadlines, Trust, connect
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import MAX_REPLY_BYTES
@@ -75,21 +75,21 @@ def site_at(root: Path) -> Iterator[SmpSite]:
         until(lambda: not site.pids())
 
 
-_want = Delivery.want
+_want = RepeatedDelivery.want
 
 
 def spare_smps() -> None:
     """From now on jobs of this process that neither protect nor store anything start no SMP, as if its start failed:
     it costs a third of a second, and hundreds of tests have no use for it."""
-    Delivery.want = _want_unless_bare  # type: ignore[method-assign]
+    RepeatedDelivery.want = _want_unless_bare  # type: ignore[method-assign]
 
 
 def start_smps() -> None:
     """All jobs of this process start SMPs, as they do for users."""
-    Delivery.want = _want  # type: ignore[method-assign]
+    RepeatedDelivery.want = _want  # type: ignore[method-assign]
 
 
-def _want_unless_bare(delivery: Delivery[Any], value: Any) -> None:
+def _want_unless_bare(delivery: RepeatedDelivery[Any], value: Any) -> None:
     if not isinstance(value, Mapping) or value["modes"] or value["settings"]["persist"]:
         _want(delivery, value)
 

@@ -1,0 +1,147 @@
+"""Slots are read by calls and on threads, and what is read is what the arena has mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ftckpt.errors import ArenaError, CorruptError
+from ftckpt.memory import destinations, slot_file
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.directory import node_directory
+from ftckpt.memory.slot_file import SlotFile, SlotShard
+from ftckpt.memory.slots import slot_name
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore.chunk_reads import Part, chunks_of, land
+from ftckpt.restore.plan import StridedCopy
+from ftckpt.restore.staging import StagingBuffers
+from ftckpt.restore.threads import in_order
+from tests.components.test_arena import MANIFEST, write
+from tests.support.errors import raises
+
+
+@pytest.fixture
+def arena(arena_root: Path) -> Arena:
+    arena = Arena.create(node_directory(arena_root, "job", "node"), MANIFEST, 2)
+    write(arena, 0, 3)
+    return arena
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 8192, 1 << 20])
+def test_a_chunk_has_the_same_checksum_by_calls(
+    arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(destinations, "_of_thread", threading.local())
+    chunks = range(len(arena.image.chunks))
+    with closing(SlotFile(arena, 0)) as file:
+        hashes = [file.take(chunk) for chunk in chunks]
+        data = bytearray(5000)
+        file.read_into(777, memoryview(data))
+    assert hashes == [arena.hash_chunk(0, chunk) for chunk in chunks]
+    assert data == arena.slot(0)[777:5777]
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 1000, 1 << 20])
+def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
+    arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(destinations, "_of_thread", threading.local())
+    rng = random.Random(3)
+    with closing(SlotFile(arena, 0)) as file:
+        for chunk, span in list(enumerate(arena.image.chunks)) * 5:
+            edges = sorted(rng.sample(range(span.begin, span.end + 1), 2 * rng.randint(1, 4)))
+            edges[0], edges[-1] = rng.choice([span.begin, edges[0]]), rng.choice([span.end, edges[-1]])
+            parts = [(begin, bytearray(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+            assert file.take(chunk, [LoadTarget(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
+                0, chunk
+            )
+            assert all(part == arena.slot(0)[at : at + len(part)] for at, part in parts)
+
+
+def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
+    expected, taken = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
+
+    def shard() -> SlotShard:
+        return SlotShard(arena, 0, SlotFile(arena, 0), taken, expected)
+
+    assert shard().objects() == bytes(arena.read_objects(0))
+    span = arena.image.chunks[1]
+    arena.slot(0)[span.end - 1] ^= 1
+    first = arena.image.chunks[0]
+    shard().scatter(0, [LoadTarget(first.begin, memoryview(bytearray(first.nbytes)))])
+    for wanted in ([LoadTarget(span.begin, memoryview(bytearray(3)))], []):
+        with raises(CorruptError, "chunk 1"):
+            shard().scatter(1, wanted)
+    with raises(CorruptError, "record"):
+        SlotShard(arena, 0, SlotFile(arena, 0), SnapshotId(bytes(16), 3), expected)
+    arena.slot(0)[arena.image.objects.begin] ^= 1
+    with raises(CorruptError, "objects"):
+        shard()
+
+
+def test_what_is_between_rows_is_read_beside_them(arena: Arena) -> None:
+    """A chunk is verified with all its bytes, of which few are wanted, and these not as one run."""
+    expected, snapshot = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
+    with closing(SlotFile(arena, 0)) as file:
+        shard, begin = SlotShard(arena, 0, file, snapshot, expected), arena.image.chunks[1].begin + 1000
+        copy = StridedCopy(begin, 0, (20, 7), (100, 1), (7, 1))
+        live, there = torch.zeros(140, dtype=torch.uint8), torch.tensor(list(arena.slot(0)[begin:]))
+        for chunk in chunks_of(shard, [Part(copy, live)]):
+            land(chunk, StagingBuffers())
+    assert torch.equal(live.view(copy.shape), there.as_strided(copy.shape, copy.source_strides))
+
+
+def test_another_file_under_the_name_of_a_slot_is_not_read(arena: Arena) -> None:
+    path = arena.path / slot_name(0)
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    with raises(ArenaError):
+        SlotFile(arena, 0)
+
+
+def test_a_file_that_ends_early_is_an_error(arena: Arena) -> None:
+    with closing(SlotFile(arena, 0)) as file:
+        os.truncate(arena.path / slot_name(0), 8192)
+        with raises(ArenaError):
+            file.read_into(4096, memoryview(bytearray(8192)))
+
+
+def test_memory_between_begins_with_a_page_and_is_of_one_process() -> None:
+    memory = destinations.scratch(5000)
+    assert np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE == 0
+    assert len(memory) == 5000 and destinations.scratch(10) is not memory
+    memory[0] = 1
+    if (child := os.fork()) == 0:
+        destinations.scratch(10)[0] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memory[0] == destinations.scratch(10)[0] == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_keep_the_order_and_begin_nothing_behind_an_error(threads: int) -> None:
+    begun: list[int] = []
+
+    def square(number: int) -> int:
+        begun.append(number)
+        if number == 40:
+            raise ValueError("forty")
+        return number * number
+
+    assert list(in_order(square, range(40), threads)) == [number * number for number in range(40)]
+    begun.clear()
+    with pytest.raises(ValueError, match="forty"):
+        list(in_order(square, range(1000), threads))
+    assert len(begun) <= 41 + 2 * threads

@@ -1,0 +1,206 @@
+"""Slots that come while training runs: nobody waits for their memory, and a rank that ends leaves none half made."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftckpt.memory import mapping
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.directory import node_directory
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.session.slot_allocator import SlotAllocator
+from tests.components.test_arena import MANIFEST
+from tests.support.arenas import LINEAGE, SHARE, Rank, complete, ranks, settle, start, stop, write
+from tests.support.waiting import until
+
+SECS = 20.0
+KEEP = SnapshotId(LINEAGE, 4)
+
+
+class SlowMemory:
+    """The kernel takes its time for each step of an allocation."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+        self.steps = 0
+        self.threads: set[str] = set()
+        self._fallocate = os.posix_fallocate
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.steps += 1
+        self.asked.set()
+        assert self.go.wait(SECS)
+        self._fallocate(fd, offset, length)
+
+
+@pytest.fixture
+def member(arena_root: Path) -> Iterator[Rank]:
+    """A rank whose arena lacks two of three slots, and whose old arena has gone."""
+    (member,) = members = ranks(arena_root, 1, slots=3)
+    start(member)
+    for slot in range(3):
+        write(member.have, slot, 2 + slot)
+    member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
+    settle(member)
+    write(member.have, 0, 5)
+    member.arenas.remove_old()
+    for slot in (1, 2):
+        if member.have.allocated(slot):
+            member.have.free(slot)
+    member.events.all.clear()
+    yield member
+    stop(members)
+
+
+@pytest.fixture
+def slow(member: Rank, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowMemory]:
+    memory = SlowMemory()
+    monkeypatch.setattr(os, "posix_fallocate", memory.fallocate)
+    monkeypatch.setattr(mapping, "_RESERVE_STEP_BYTES", 8192)
+    yield memory
+    memory.go.set()
+
+
+def slot_files(member: Rank) -> list[str]:
+    """All files of slots, with a name and without."""
+    return sorted(path.name for path in member.have.path.iterdir() if "slot" in path.name)
+
+
+def test_training_waits_for_no_memory(member: Rank, slow: SlowMemory) -> None:
+    begin = time.monotonic()
+    assert member.arenas.complete(member.have) == []
+    assert slow.asked.wait(SECS)
+    assert member.arenas.complete(member.have) == [] and not member.have.allocated(1)
+    assert time.monotonic() - begin < SECS / 4
+    write(member.have, 0, 6)  # training goes on meanwhile
+    slow.go.set()
+    assert complete(member) == [1, 2]
+    assert slow.threads == {"ftckpt-slots"}
+    write(member.have, 2, 7)
+    assert not member.have.verify(2) and len(slot_files(member)) == 3
+
+
+def test_memory_of_an_old_arena_is_used_at_the_boundary_where_it_is_free(arena_root: Path) -> None:
+    (member,) = members = ranks(arena_root, 1, slots=3)
+    start(member)
+    for slot in range(3):
+        write(member.have, slot, 2 + slot)
+    member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
+    member.arenas.supply(member.have)
+    first = member.arenas.allocator
+    assert first is not None
+    until(lambda: first.ended, "memory", SECS)
+    member.arenas.remove_old()
+    taken = member.arenas.complete(member.have)
+    assert 0 < len(taken) < 3 and member.arenas.allocator not in (None, first)
+    assert sorted([*taken, *complete(member)]) == [0, 1, 2]
+    stop(members)
+
+
+def test_only_what_a_start_has_left_is_waited_for(member: Rank, slow: SlowMemory) -> None:
+    slow.go.set()
+    member.arena = member.arenas.replace(member.have, None, member.manifest())
+    assert not member.have.allocated(0), "a start waits for no memory"
+    slow.asked.clear()
+    slow.go.clear()
+    member.arenas.supply(member.have)
+    assert slow.asked.wait(SECS)
+    assert member.arenas.complete(member.have) == []
+    threading.Timer(0.2, slow.go.set).start()
+    taken = member.arenas.complete(member.have, waits=True)
+    assert taken[:1] == [0], "the first snapshot would have been skipped"
+    assert sorted([*taken, *complete(member)]) == [0, 1, 2]
+    member.have.free(1)
+    slow.asked.clear()
+    slow.go.clear()
+    assert member.arenas.complete(member.have, waits=True) == []
+    assert slow.asked.wait(SECS)
+    assert member.arenas.complete(member.have, waits=True) == []
+    slow.go.set()
+    assert complete(member) == [1]
+
+
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [
+        ("half made", "release"),
+        ("made", "release"),
+        ("taken", "release"),
+        ("half made", "leave"),
+        ("made", "replace"),
+    ],
+)
+def test_a_rank_that_ends_meanwhile_leaves_no_half_made_slot(
+    member: Rank, slow: SlowMemory, when: str, way: str
+) -> None:
+    assert member.arenas.complete(member.have) == []
+    assert slow.asked.wait(SECS)
+    supply = member.arenas.allocator
+    assert supply is not None
+    if when != "half made":
+        slow.go.set()
+        until(lambda: supply.ended, "memory", SECS)
+    if when == "taken":
+        assert member.arenas.complete(member.have) == [1, 2]
+    threading.Timer(0.05, slow.go.set).start()
+    path, steps = member.have.path, slow.steps
+    if way == "release":
+        member.have.close()  # as a job that ends does: first the arena, then what is the node's
+        member.arenas.release()
+        assert slot_files(member) == [f"slot{slot}.safetensors" for slot in range(3 if when == "taken" else 1)]
+    elif way == "leave":
+        member.arenas.leave(member.arena, lambda: None, lambda: None)
+        assert not path.exists()
+    else:
+        member.arena = member.arenas.replace(member.have, None, member.manifest())
+        settle(member)
+        assert not path.exists() and len(slot_files(member)) == 3
+    assert supply.ended and (when != "half made" or way == "replace" or slow.steps == steps), "it went on to the end"
+
+
+def test_a_rank_that_was_killed_meanwhile_leaves_no_memory_to_the_next_start(member: Rank, arena_root: Path) -> None:
+    """It counts for no arena, and the next start could not have its own."""
+    if not (child := os.fork()):
+        with suppress(BaseException):
+            unnamed = member.have.build(1)  # the memory is there, the name is not
+            os._exit(0 if unnamed else 1)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    member.have.close()
+    member.arenas.release()
+    assert len(slot_files(member)) == 2
+    (again,) = ranks(arena_root, 1, slots=3)
+    again.arenas.entry.enter()
+    assert slot_files(member) == ["slot0.safetensors"]
+    again.arenas.release()
+
+
+def test_slots_get_their_memory_when_all_ranks_are_through(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(node_directory(arena_root, "job", "node"), MANIFEST, 2, allocate=1)
+    asked, go, begun = threading.Event(), threading.Event(), list[bool]()
+    build = arena.build
+
+    def through() -> bool:
+        asked.set()
+        return go.is_set()
+
+    def built(*args: Any) -> Any:
+        begun.append(go.is_set())
+        return build(*args)
+
+    monkeypatch.setattr(arena, "build", built)
+    supply = SlotAllocator(arena, [1], None, None, through)
+    assert asked.wait(SECS) and not begun
+    go.set()
+    until(lambda: supply.take() == [1], "it has its memory")
+    assert begun == [True] and arena.allocated(1)
+    supply.close()
