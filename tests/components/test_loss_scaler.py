@@ -52,11 +52,3 @@ def test_of_another_kind_it_is_as_configured(
         state.load_scaler(here, state.save_scaler(saved))
     assert (here.loss_scaler.cur_scale if scale is not None else None) == scale
     assert len(lines) == (said is not None) and not lacks("".join(lines), *(said or "").split())
-
-
-def test_the_scale_that_an_optimizer_keeps_in_itself_comes_back() -> None:
-    """As fp16 without ZeRO has it up to DeepSpeed 0.17."""
-    scale = {"dynamic_loss_scale": True, "cur_scale": 2.0**15, "cur_iter": 7, "last_overflow_iter": 5}
-    before, after = SimpleNamespace(**scale), SimpleNamespace(**scale | {"cur_scale": 2.0**36, "cur_iter": 0})
-    state.load_scaler(after, state.save_scaler(before))
-    assert vars(after) == vars(before)

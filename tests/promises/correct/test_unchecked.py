@@ -105,7 +105,8 @@ def test_a_restart_takes_what_has_no_checksums_where_smp_and_trainers_were_kille
 ) -> None:
     begun = time.monotonic()
     run_ranks(train_then_die, RANKS, settings, True, expect_failures=True)
-    assert holder_of(node_dir / SMP_LOCK_NAME) is None and states(node_dir, LAST) == {SlotState.SEALED}
+    waiting.until(lambda: holder_of(node_dir / SMP_LOCK_NAME) is None, "the killed SMP has ended")
+    assert states(node_dir, LAST) == {SlotState.SEALED}
     time.sleep(1.0)
     at, said = run_ranks(restored, RANKS, settings)[0].value
     for event in read_events(Path(settings["events"]), "verified"):
