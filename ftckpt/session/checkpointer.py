@@ -168,6 +168,7 @@ class Checkpointer:
                 state is used, and no later start restores what memory and storage have.
 
         Raises:
+            ConfigError: called twice or after ``close``; ``newer_than`` is no integer, or missing for a rollback.
             LostError, MismatchError, MemoryBudgetError, ArenaError, UnsupportedError: on all ranks together.
             StorageError: on all ranks together; the snapshot is on storage, which is unreachable.
         """
@@ -175,6 +176,12 @@ class Checkpointer:
             raise ConfigError("restore() was called twice")
         if self._closed:
             raise ConfigError("restore() was called after close(): attach the training state again")
+        try:
+            newer_than = index(newer_than)
+        except TypeError:
+            raise ConfigError(
+                f"restore(): newer_than is {newer_than!r}, not an integer: pass the loaded checkpoint's iteration"
+            ) from None
         if rollback and newer_than <= 0:
             raise ConfigError(
                 "restore(): rollback needs newer_than, the iteration of the checkpoint that was loaded: pass it, too"

@@ -119,6 +119,11 @@ def test_a_rollback_to_nothing_is_refused(attach: Callable[..., Checkpointer]) -
         attach().restore(rollback=True)
 
 
+def test_a_checkpoint_whose_iteration_is_no_number_is_refused(attach: Callable[..., Checkpointer]) -> None:
+    with raises(ConfigError, "newer_than", "None"):
+        attach().restore(newer_than=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_start_that_storage_kept_from_its_snapshot_is_no_failure(
     lasting: bool, attach: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import time
 from itertools import product
 from typing import Any
 
 import pytest
 
+from ftckpt.memory.control_block import ControlBlock
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -65,7 +67,14 @@ def test_no_copy_runs_beside_training_when_all_is_copied_at_the_boundary(setting
 
 
 def sealed_at_boundaries(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
-    """The newest snapshot behind each ``step``."""
+    """The newest snapshot after each ``step``, with seals that take a while."""
+    seal = ControlBlock.seal
+
+    def seal_late(*arguments: Any, **named: Any) -> None:
+        time.sleep(0.02)
+        seal(*arguments, **named)
+
+    ControlBlock.seal = seal_late  # type: ignore[method-assign]
     checkpointer, state = plain.restarted(rank, world_size, settings)
     found = []
     for iteration in range(1, 31):
