@@ -176,12 +176,7 @@ class Checkpointer:
             raise ConfigError("restore() was called twice")
         if self._closed:
             raise ConfigError("restore() was called after close(): attach the training state again")
-        try:
-            newer_than = index(newer_than)
-        except TypeError:
-            raise ConfigError(
-                f"restore(): newer_than is {newer_than!r}, not an integer: pass the loaded checkpoint's iteration"
-            ) from None
+        newer_than = _integer(newer_than, "restore(): newer_than")
         if rollback and newer_than <= 0:
             raise ConfigError(
                 "restore(): rollback needs newer_than, the iteration of the checkpoint that was loaded: pass it, too"
@@ -258,12 +253,7 @@ class Checkpointer:
             return
         if snapshots is None:
             raise ConfigError("step() before restore(): call restore() once, on a first start too")
-        try:
-            iteration = index(iteration)
-        except TypeError:
-            raise ConfigError(
-                f"step(): the iteration is {iteration!r}, not an integer: pass the number of the finished iteration"
-            ) from None
+        iteration = _integer(iteration, "step(): the iteration")
         last, self._boundary = self._boundary, iteration
         self._open_job.step(iteration)
         if not self._closed:
@@ -460,3 +450,10 @@ class Checkpointer:
             self.snapshots.require_calls()
             self.snapshots.fence()
         self.phase("optimizer")
+
+
+def _integer(value: Any, name: str) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}, not an integer: pass the number of an iteration") from None
