@@ -452,8 +452,8 @@ class Checkpointer:
         self.phase("optimizer")
 
 
-def _integer(value: Any, name: str) -> int:
+def _integer(value: object, name: str) -> int:
     try:
-        return index(value)
+        return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(f"{name} is {value!r}, not an integer: pass the number of an iteration") from None
