@@ -67,8 +67,9 @@ def leave(handler: Any) -> None:
     def next_action(ctx: Any, _: float) -> Any:
         if ctx.node in ctx.state.participants:
             return module._Action.REMOVE_FROM_PARTICIPANTS
-        waits = ctx.node in ctx.state.wait_list or not ctx.state.complete
-        return module._Action.FINISH if waits else module._Action.ADD_TO_WAIT_LIST
+        # The last one to leave ends the round, and waits as well: until its workers have ended, which can take longer
+        # than ``_STANDBY_SECS``, nothing else tells a standby that it is coming back.
+        return module._Action.FINISH if ctx.node in ctx.state.wait_list else module._Action.ADD_TO_WAIT_LIST
 
     if hasattr(handler, "_op_executor") and hasattr(handler, "_heartbeat_lock"):
         # An error would repeat in the next round, which reports it.
@@ -113,6 +114,7 @@ def _with_standby(join: Any) -> Any:
                 state.wait_list.remove(ctx.node)
                 return module._Action.ADD_TO_REDUNDANCY_LIST
             if ctx.node not in state.redundancy_list or state.closed:
+                self._full_at = time.monotonic()  # if it becomes a standby now, all places are taken
                 return super().__call__(ctx, deadline)
             if len({*state.participants, *state.wait_list}) >= nodes:
                 self._full_at = time.monotonic()

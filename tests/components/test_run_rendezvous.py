@@ -127,6 +127,21 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
 
 
+def test_a_standby_leaves_the_place_of_an_agent_whose_workers_take_long_to_end(agents: Agents) -> None:
+    """Of the last one, too, whose leaving ends the round."""
+    for future in [agents.join(0), agents.join(1)]:
+        future.result(30)
+    standby = agents.join(2)
+    until(lambda: agents.stands_by(2), "the standby", 15)
+    agents.leave(0)
+    agents.leave(1)
+    again = agents.join(0)
+    time.sleep(4 * rendezvous._STANDBY_SECS)
+    assert not standby.done() and not again.done()
+    assert {agents.join(1).result(30), again.result(30)} == {0, 1}
+    assert not standby.done()
+
+
 @pytest.mark.parametrize("agents", [100], indirect=True)
 def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
     agents: Agents, rings: list[AgentRing]
