@@ -259,6 +259,9 @@ class Repairer:
 
         # Sealed rank by rank: after a kill in between the next start has fewer shards to reconstruct.
         failed = [shard for shards in gather_all(self._group, finish, list[str]) for shard in shards]
+        # A new slot would be taken again, in the same memory, and go bad again.
+        if new := [shard for shard in failed if not self._rebuild.fixes[shard].in_place]:
+            return Outcome(given_up=f"{new[0]}: its new slot is corrupt after the copy: check that node's memory")
         if failed:
             return Outcome(damage=dict.fromkeys((self._sources[shard] for shard in failed), _STILL_BAD))
         return Outcome(sources={shard: self._sources[shard] for shard in self._rebuild.fixes})

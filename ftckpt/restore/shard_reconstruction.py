@@ -144,7 +144,10 @@ class ShardReconstruction:
         """Seal a new slot, or return its corruption; the caller has checked the chunks that it ``put``."""
         arena, package = self.arena, self._package
         # Chunks from parity and storage were checked when they were written; bytes from the package were not.
-        damage = arena.verify(self._slot) if self.fix.parts else self._bad_volatile()
+        if self.fix.parts:
+            damage = arena.verify(self._slot)
+        else:
+            damage = arena.damage(self._slot, arena.control.record(self._slot), self._bad_volatile().chunks)
         if damage or self.fix.in_place:
             return damage
         whole = arena.control.whole()

@@ -220,6 +220,11 @@ def report_fetched(events: Events, snapshot: SnapshotId, num_shards: int, usage:
 
 def _seal(builds: Mapping[str, ShardReconstruction], usage: Counts) -> Counts:
     for shard, build in builds.items():
-        if damage := build.finish():
+        if (damage := build.finish()) and not build.fix.in_place:
+            raise CorruptError(
+                f"{shard}: {', '.join(damage.names[:3])} is correct on storage, and corrupt in memory after the "
+                "copy: check this node's memory, and start again"
+            )
+        if damage:
             raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is still corrupt", lasting=True)
     return usage

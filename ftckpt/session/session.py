@@ -136,7 +136,7 @@ class SessionState:
         self._votes = VoteSchedule()
         # This rank's last vote, but with the newest iteration and the lowest readiness of all its votes.
         self._posted = Vote(0, -1, cost=-1)
-        self._phase = Phase.MISSED
+        self._phase = Phase.AGREED  # nothing was missed: no result is due before the first snapshot
         self._result = VoteResult(0, -1)  # the last one
         self._gives_up = False
         self._has_old_arenas = True

@@ -28,6 +28,8 @@ from ftckpt.smp.flush import Flush, FlushOrders, Joinable
 from ftckpt.smp.work import Throttle
 
 _POLL_SECS = 0.2
+_MOST_PAUSE_SECS = 1.0
+"""Longest pause between two attempts while storage fails: after longer ones nodes would miss each other."""
 _NODES_SECS = 120.0
 """Longest wait for other nodes, but at most half of the timeout: the rest is for writing."""
 
@@ -214,7 +216,7 @@ class FinalFlush:
 
     def _patiently(self, action: Callable[[], T]) -> T:
         """Run ``action``; retry it while storage fails temporarily, until the deadline."""
-        return patiently(action, lambda secs: not self._late(secs))
+        return patiently(action, lambda secs: not self._late(min(secs, _MOST_PAUSE_SECS)))
 
     def _late(self, wait_secs: float) -> bool:
         return self._halted.wait(wait_secs) or time.monotonic() >= self._deadline

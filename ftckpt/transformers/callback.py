@@ -37,17 +37,25 @@ class TrainerProgress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self.is_over = False
+        """Whether the restored step was the last one, by a callback that stops early."""
 
     def state_dict(self) -> dict[str, Any]:
         state = self._trainer.state
         counters = {name: getattr(state, name) for name in _COUNTERS}
         callbacks = [[type(one).__name__, one.state()["attributes"]] for one in self._callbacks()]
-        return {"counters": counters, "current_flos": self._trainer.current_flos, "callbacks": callbacks}
+        return {
+            "counters": counters,
+            "current_flos": self._trainer.current_flos,
+            "callbacks": callbacks,
+            "is_over": self._trainer.control.should_training_stop,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         for name, value in saved["counters"].items():
             setattr(self._trainer.state, name, value)
         self._trainer.current_flos = saved["current_flos"]
+        self.is_over = saved["is_over"]
         callbacks = self._callbacks()
         for name, attributes in saved["callbacks"]:
             # In order, as several may be of one class.
@@ -70,6 +78,7 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any, config: Config) -> None:
         self._trainer, self._config = trainer, config
         self._checkpointer: Checkpointer | None = None
+        self._progress = TrainerProgress(trainer)
         self._restored_step = 0
         self._generators: dict[str, Any] = {}
         self._last_step = 0
@@ -99,7 +108,7 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         if self._checkpointer is not None:
             raise UnsupportedError("train: called twice, and ftckpt follows one training; make another Trainer")
         trainer = self._trainer
-        objects: dict[str, Any] = {"trainer": TrainerProgress(trainer)}
+        objects: dict[str, Any] = {"trainer": self._progress}
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
         loaded = state.global_step
@@ -131,7 +140,10 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         """Run the rest of an epoch; those before the restored step are skipped, all if it was the last step."""
         self._steps_per_epoch = given["num_update_steps_per_epoch"]
         first, steps = divmod(self._restored_step, self._steps_per_epoch)
-        if given["epoch"] < first or self._restored_step >= self._trainer.state.max_steps:
+        if self._progress.is_over or self._restored_step >= self._trainer.state.max_steps:
+            self._trainer.control.should_training_stop = True
+            return
+        if given["epoch"] < first:
             return
         if self._restored_step and given["epoch"] == first:
             args = self._trainer.args

@@ -724,3 +724,23 @@ def test_where_what_was_named_is_not_whole_a_start_is_refused(arena_root: Path, 
     with raises(LostError, "--ftckpt-restore-from iter_0000025"):
         restart(job.topology, job.node_dir, on_lost=on_lost, request=Request(name="iter_0000025"))
     assert iterations(job) == [[20], [20, 25]]
+
+
+def test_a_node_whose_memory_spoils_each_reconstruction_is_named_after_one(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, put, tried = Job(arena_root, ("a",) * 3, NODE), ShardReconstruction._put_volatile, list[int]()
+    build(job, (3, 4, 5), (4, 5))
+    shutil.rmtree(job.path(1))
+
+    def spoils(self: ShardReconstruction) -> None:
+        put(self)
+        tried.append(1)
+        assert len(tried) < 10, "it is tried again and again"
+        begin = self.arena.image.volatile.begin
+        self._write(begin, bytes([self._whole.volatile[0] ^ 1]))
+
+    monkeypatch.setattr(ShardReconstruction, "_put_volatile", spoils)
+    with pytest.raises(LostError, match="memory"):
+        restart(job.topology, job.node_dir)
+    assert 1 <= len(tried) <= 3

@@ -303,3 +303,22 @@ def test_steps_that_a_late_rank_has_missed_have_no_round() -> None:
     assert votes.next(pending=True) is None and not votes.waits
     votes.boundary(1, due=False, pending=True)
     assert votes.next(pending=True) == VoteStep(6, 1, due=False)
+
+
+def test_a_rank_that_fails_before_its_first_snapshot_does_not_turn_off_alone() -> None:
+    """The others would wait for it in the proof of that snapshot."""
+    bad, good = SessionState(Config(interval=50), True, 2), SessionState(Config(interval=50), True, 2)
+    for state in (bad, good):
+        state.begin(b"x" * 16, SnapshotId(b"o" * 16, 100), 0.0)
+    for iteration in range(101, 110):
+        bad.boundary(iteration)
+        good.boundary(iteration)
+        while bad.owes_vote and good.owes_vote:
+            votes = bad.empty_vote(), good.empty_vote()
+            bad.posted(votes[0])
+            good.posted(votes[1])
+            bad.fail("a vote raised")
+            result = VoteResult.of([min(pair) for pair in zip(*(vote.words() for vote in votes), strict=True)])
+            bad.learn([result], 1.0)
+            good.learn([result], 1.0)
+    assert bad.failures > 3 and not bad.off
