@@ -164,6 +164,7 @@ def test_an_odd_directory_hides_no_job_and_its_name_is_not_printed(
 ) -> None:
     arena_with_snapshot(arena_root)
     (arena_root / odd).mkdir(parents=True)
+    (arena_root / odd).with_name("smp.lock").touch()
     assert main(["ls", "--arena", str(arena_root)]) == 0
     captured = capsys.readouterr()
     assert [line.split()[:2] for line in captured.out.splitlines()[1:]] == [["job", "n0"]] and not captured.err
