@@ -155,7 +155,6 @@ def exchange(
         RuntimeError: a rank has exited, or does not answer within the deadline of ``group``.
     """
     work = meanwhile or iter(())
-    work = meanwhile or iter(())
     open_steps: deque[_Step] = deque()
     buffers = [_Buffers() for _ in range(OPEN_STEPS)]
     for number, messages in enumerate(_steps(group, outgoing, incoming)):

@@ -178,9 +178,7 @@ class Checkpointer:
             raise ConfigError("restore() was called after close(): attach the training state again")
         newer_than = _integer(newer_than, "restore(): newer_than")
         if rollback and newer_than <= 0:
-            raise ConfigError(
-                "restore(): rollback needs newer_than, the iteration of the checkpoint that was loaded: pass it, too"
-            )
+            raise ConfigError("restore(): rollback needs newer_than: pass the iteration of the loaded checkpoint")
         loaded = LoadedCheckpoint(newer_than, rollback, lasting, in_training, may_load)
         try:
             with no_collections():

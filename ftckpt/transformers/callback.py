@@ -48,7 +48,8 @@ class TrainerProgress:
             "counters": counters,
             "current_flos": self._trainer.current_flos,
             "callbacks": callbacks,
-            "is_over": self._trainer.control.should_training_stop,
+            # At ``max_steps`` it stops by itself, and the next start may have more of them.
+            "is_over": self._trainer.control.should_training_stop and state.global_step < state.max_steps,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
