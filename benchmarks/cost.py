@@ -93,7 +93,7 @@ class Sizes(NamedTuple):
 
 
 _BATCH = ("--micro-batch", "1", "--global-batch", str(RANKS), "--seq", "32")
-FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 160, 120)
+FULL = Sizes(96, ("--layers", "4", "--hidden", "384", *_BATCH), 0.1, 200, 200)
 QUICK = Sizes(6, ("--layers", "1", "--hidden", "64", *_BATCH), 0.01, 10, 10)
 
 
