@@ -97,6 +97,11 @@ class CheckpointName(NamedTuple):
         return cls(int(found[1]), int(found[2] or 0)) if found is not None else None
 
     @classmethod
+    def of(cls, text: str) -> CheckpointName | None:
+        """The checkpoint that a user names by its name or iteration; None for any other text."""
+        return cls(int(text)) if text.isdecimal() else cls.parse(text)
+
+    @classmethod
     def of_manifest(cls, path: str) -> CheckpointName | None:
         """The checkpoint of the manifest at ``path``; None for any other object."""
         folder, _, file = path.partition("/")
