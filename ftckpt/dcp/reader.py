@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import add
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import storage as torch_storage
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -40,6 +33,9 @@ from ftckpt.restore.tensor_index import Index, ShardEntry
 from ftckpt.restore.threads import in_order
 from ftckpt.universal.arenas import logical_fragments
 from ftckpt.universal.catalog import DTYPE_NAMES, TORCH_DTYPES, WEIGHTS_ALONE
+
+_STAYS = object()
+"""A value that a load leaves as it is in the state."""
 
 
 class StorageReader(torch_storage.StorageReader):
@@ -71,7 +67,7 @@ class StorageReader(torch_storage.StorageReader):
 
     def __init__(self, where: str | os.PathLike[str], model: str = "model", optimizer: str = "optimizer") -> None:
         located = locate(os.fspath(where))
-        self._where, self._model, self._optimizer = located.where, f"{model}." if model else "", f"{optimizer}."
+        self._where, self._model, self._optimizer = located.where, f"{model}." if model else "", optimizer
         self._only = None if located.iteration is None else CheckpointName(located.iteration)
         self._wanted: CheckpointName | None = None
         self.checkpoint_id: str | None = None
@@ -83,29 +79,28 @@ class StorageReader(torch_storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._wanted = None if checkpoint_id is None else checkpoint_name(checkpoint_id)
 
-    def read_metadata(self) -> Metadata:  # type: ignore[override] # with kwargs, torch would ask for each rank's
+    def read_metadata(self) -> dcp.Metadata:  # type: ignore[override] # with kwargs, torch would ask for each rank's
         storage = open_storage(self._where)
         stored = self._choose(storage)
-        self.checkpoint_id, self._files = stored.name, ShardFiles(storage, stored)
-        for _ in in_order(self._files.get, stored.shards, READERS):
-            pass  # opens them
+        self.checkpoint_id, self._snapshot = stored.name, str(stored.snapshot)
+        self._shards = [*in_order(ShardFiles(storage, stored).get, stored.shards, READERS)]
         self._values: dict[str, Any] = {}
         if stored.layout.get(MARK):
-            entries, absent = self._saved(), list[str]()
+            entries = [*self._saved()]
         elif "sharded" in stored.layout:
-            entries, absent = self._persisted()
+            entries = [*self._persisted()]
         else:
             text = "is not of plain torch; 'ftckpt convert' converts it"
             raise UnsupportedError(f"{self._where}/{stored.name}: {text}")
         self._index, self._tensors = Index(entries), _described(entry.fragment for entry in entries)
-        keys = {**dict.fromkeys([*self._values, *absent], BytesStorageMetadata()), **self._tensors}
-        return Metadata(keys, {key: (key,) for key in keys}, storage_meta=StorageMeta(stored.name))
+        keys = {**dict.fromkeys(self._values, dcp.BytesStorageMetadata()), **self._tensors}
+        return dcp.Metadata(keys, {key: (key,) for key in keys}, storage_meta=dcp.StorageMeta(stored.name))
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=str(self._files.stored.snapshot))
+        return replace(plan, storage_data=self._snapshot)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
@@ -116,9 +111,10 @@ class StorageReader(torch_storage.StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._load_tensors([item for item in plan.items if item.type != LoadItemType.BYTE_IO], planner)
         for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO and item.storage_index.fqn in self._values:
+            value = self._values.get(item.storage_index.fqn, _STAYS)
+            if item.type == LoadItemType.BYTE_IO and value is not _STAYS:
                 buffer = io.BytesIO()
-                torch.save(self._values[item.storage_index.fqn], buffer)  # the planner takes nothing else
+                torch.save(value, buffer)  # the planner takes nothing else
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
         future: Future[None] = Future()
@@ -133,32 +129,27 @@ class StorageReader(torch_storage.StorageReader):
             raise StorageError(f"{self._where}: there is no checkpoint that a load may take", lasting=True)
         return stored
 
-    def _saved(self) -> list[ShardEntry]:
-        """The entries of a checkpoint of ``StorageWriter``."""
-        entries = list[ShardEntry]()
-        for number, shard in enumerate(self._files.stored.shards):
-            file = self._files.get(shard)
+    def _saved(self) -> Iterator[ShardEntry]:
+        """The tensors of a checkpoint of ``StorageWriter``; reads its values."""
+        for number, file in enumerate(self._shards):
             self._values |= objects.decode(bytes(file.objects()))
-            places = zip(file.image.manifest.fragments, file.image.offsets, strict=True)
-            entries += (ShardEntry(number, fragment, offset) for fragment, offset in places)
-        return entries
+            for fragment, offset in zip(file.image.manifest.fragments, file.image.offsets, strict=True):
+                yield ShardEntry(number, fragment, offset)
 
-    def _persisted(self) -> tuple[list[ShardEntry], list[str]]:
-        """The entries of a checkpoint of a job under plain torch, and the keys of values that it does not have: they
-        stay as they are in the state."""
-        entries, numbers = list[ShardEntry](), {shard: n for n, shard in enumerate(self._files.stored.shards)}
-        images = {shard: self._files.get(shard).image for shard in numbers}
-        for shard, index, fragment in map(tuple, logical_fragments(image.manifest for image in images.values())):
-            role, _, name = fragment.key.partition("/")
-            key = f"{self._model}{name}" if role in WEIGHTS_ALONE else f"{self._optimizer}state.{name}.{role}"
-            # A step is a number, and a tensor of one element in the snapshot.
-            scalar = Fragment.whole(key, fragment.dtype, (), Box((), ()))
-            renamed = scalar if role == "step" else fragment.with_key(key)
-            entries.append(ShardEntry(numbers[shard], renamed, images[shard].offsets[index]))
-        saved = objects.decode(bytes(self._files.get(next(iter(numbers))).objects()))
-        groups = {f"{self._optimizer}param_groups.{n}": group for n, group in enumerate(saved["optimizer"]["groups"])}
-        self._values = {f"{key}.{name}": value for key, group in groups.items() for name, value in group.items()}
-        return entries, [f"{key}.params" for key in groups]
+    def _persisted(self) -> Iterator[ShardEntry]:
+        """The tensors of a checkpoint of a job under plain torch; reads its hyperparameters."""
+        for number, group in enumerate(objects.decode(bytes(self._shards[0].objects()))["optimizer"]["groups"]):
+            values = {**group, "params": _STAYS}  # names, which the snapshot does not have
+            self._values |= {f"{self._optimizer}.param_groups.{number}.{name}": value for name, value in values.items()}
+        for number, file in enumerate(self._shards):
+            for stored in logical_fragments([file.image.manifest]):
+                role, _, name = stored.fragment.key.partition("/")
+                key = f"{self._optimizer}.state.{name}.{role}"
+                if role == "step":  # a number, and a tensor of one element in the snapshot
+                    fragment = Fragment.whole(key, stored.fragment.dtype, (), Box((), ()))
+                else:
+                    fragment = stored.fragment.with_key(f"{self._model}{name}" if role in WEIGHTS_ALONE else key)
+                yield ShardEntry(number, fragment, file.image.offsets[stored.index])
 
     def _load_tensors(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         targets = [planner.resolve_tensor(item).detach() for item in items]
@@ -169,8 +160,7 @@ class StorageReader(torch_storage.StorageReader):
             entry, memory = read.offer, memories[read.need].view(torch.uint8)
             copies = (in_bytes(copy, entry.fragment.item_bytes, entry.offset) for copy in read.copies)
             parts.setdefault(entry.source, []).extend(Part(copy, memory) for copy in copies)
-        shards = list(self._files.stored.shards)
-        chunks = [one for source, of in parts.items() for one in chunks_of(self._files.get(shards[source]), of)]
+        chunks = [chunk for source, of in parts.items() for chunk in chunks_of(self._shards[source], of)]
         for _ in land_all(chunks, READERS):
             pass  # reads each chunk once, verifies it, and copies its parts
         for item, target, memory in zip(items, targets, memories, strict=True):
@@ -179,8 +169,7 @@ class StorageReader(torch_storage.StorageReader):
             planner.commit_tensor(item, target)
 
     def _need(self, item: ReadItem) -> Fragment:
-        key, offset = item.storage_index.fqn, item.storage_index.offset
-        assert offset is not None, "the index of a tensor has one"
+        key, offset = item.storage_index.fqn, item.storage_index.offset or ()
         tensor = self._tensors[key]
         box = Box(tuple(map(add, offset, item.storage_offsets)), tuple(item.lengths))
         return Fragment.whole(key, DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), box)
@@ -196,17 +185,14 @@ def _memory(need: Fragment, target: torch.Tensor) -> torch.Tensor:
     return torch.empty(need.numel, dtype=dtype, device=target.device)
 
 
-def _described(fragments: Iterable[Fragment]) -> dict[str, TensorStorageMetadata]:
+def _described(fragments: Iterable[Fragment]) -> dict[str, dcp.TensorStorageMetadata]:
     """The tensors of ``fragments`` by key, each with its boxes."""
-    boxes: dict[tuple[str, str, tuple[int, ...]], dict[Box, None]] = {}
-    for fragment in fragments:
-        of = boxes.setdefault((fragment.key, fragment.dtype, fragment.global_shape), {})
-        if fragment.numel or 0 in fragment.global_shape:  # the box of a rank that has nothing of it may be empty
-            of[fragment.box] = None
-    return {
-        key: TensorStorageMetadata(
-            TensorProperties(TORCH_DTYPES[dtype]), torch.Size(shape),
-            [ChunkStorageMetadata(*map(torch.Size, box)) for box in of],
-        )
-        for (key, dtype, shape), of in boxes.items()
-    }  # fmt: skip
+    tensors, boxes = dict[str, dcp.TensorStorageMetadata](), set[tuple[str, Box]]()
+    for key, dtype, shape, box, start, stop in fragments:
+        properties = dcp.TensorProperties(TORCH_DTYPES[dtype])
+        tensor = tensors.setdefault(key, dcp.TensorStorageMetadata(properties, torch.Size(shape), []))
+        # A rank that has nothing of a tensor has an empty box of it.
+        if (start < stop or 0 in shape) and (key, box) not in boxes:
+            boxes.add((key, box))
+            tensor.chunks.append(dcp.ChunkStorageMetadata(*map(torch.Size, box)))
+    return tensors

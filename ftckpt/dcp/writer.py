@@ -40,8 +40,6 @@ from ftckpt.persist.retention import readable, restorable, retain, set_aside
 from ftckpt.persist.shards import PIECE_BYTES, StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
 
-log = logging.getLogger("ftckpt")
-
 MARK = "dcp"
 """The entry of the layout in checkpoints of this writer."""
 _JOB = "torch.distributed.checkpoint"
@@ -55,14 +53,6 @@ class _Save(NamedTuple):
     snapshot: SnapshotId
     lineage: Lineage
     replaces: bool
-
-
-class _ShardOrder(NamedTuple):
-    """The coordinator's order to one of ``ranks``: the snapshot whose shard to write."""
-
-    snapshot: SnapshotId
-    rank: int
-    ranks: int
 
 
 class StorageWriter(torch_storage.StorageWriter):
@@ -120,8 +110,7 @@ class StorageWriter(torch_storage.StorageWriter):
             raise StorageError(f"{self._where}: {text}", lasting=True)
         self._save = self._begin(storage)
         commit.sweep(storage, None)  # no rank writes: the save before has ended on all of them, or they are dead
-        orders = [_ShardOrder(self._save.snapshot, rank, len(plans)) for rank in range(len(plans))]
-        return [replace(plan, storage_data=order) for plan, order in zip(plans, orders, strict=True)]
+        return [replace(plan, storage_data=(self._save.snapshot, n, len(plans))) for n, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """One result, whose ``storage_data`` are the rank's shard and its entry for the manifest."""
@@ -148,7 +137,8 @@ class StorageWriter(torch_storage.StorageWriter):
         try:
             retain(storage, snapshot, lineage, self._keep)
         except StorageError as error:
-            log.warning("ftckpt: %s is committed; older checkpoints stay until the next save: %s", name, error)
+            text = "ftckpt: %s is committed; older checkpoints stay until the next save: %s"
+            logging.getLogger("ftckpt").warning(text, name, error)
 
     def _begin(self, storage: Storage) -> _Save:
         names, lineages = commit.checkpoints(storage), {name: one.lineage for name, one in readable(storage).items()}
@@ -174,15 +164,20 @@ def _write_shard(storage: Storage, plan: SavePlan, planner: SavePlanner) -> tupl
     """Writes a rank's file, durable on return; its shard and entry."""
     (snapshot, rank, ranks), hashes = plan.storage_data, list[int]()
     tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-    values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-    encoded = objects.encode({item.index.fqn: _value(planner, item) for item in values})
+    values = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
+    # ``resolve_data`` would return a pickle, and ftckpt reads none from storage.
+    lookup = getattr(planner, "lookup_object", None)
+    if values and lookup is None:
+        text = f"{type(planner).__name__} has no lookup_object: derive the planner from DefaultSavePlanner"
+        raise UnsupportedError(f"{values[0].fqn}: {text}")
+    encoded = objects.encode({index.fqn: lookup(index) for index in values})
     fragments = tuple(map(_fragment, tensors))
     manifest = Manifest({"dp": rank}, {"dp": ranks, MARK: True}, fragments, (), len(encoded), _CHUNK_BYTES)
     image = SlotImage.of(manifest)
 
     def contents() -> Iterator[Buffer]:
         yield image.header
-        yield from _hashed(_region(image, (_bytes(item, planner.resolve_data(item)) for item in tensors)), hashes)
+        yield from _hashed(image, (_bytes(item, planner.resolve_data(item)) for item in tensors), hashes)
         yield bytes(image.objects.begin - image.stepped.end)
         yield encoded
         yield bytes(image.file_bytes - image.objects.end)
@@ -194,17 +189,8 @@ def _write_shard(storage: Storage, plan: SavePlan, planner: SavePlanner) -> tupl
     )  # fmt: skip
 
 
-def _value(planner: SavePlanner, item: WriteItem) -> Any:
-    # ``resolve_data`` would return a pickle, and ftckpt reads none from storage.
-    if (lookup := getattr(planner, "lookup_object", None)) is None:
-        name = type(planner).__name__
-        raise UnsupportedError(f"planner {name} has no lookup_object: derive it from DefaultSavePlanner")
-    return lookup(item.index)
-
-
 def _fragment(item: WriteItem) -> Fragment:
-    data = item.tensor_data
-    assert data is not None, "the item is a tensor"
+    data: Any = item.tensor_data
     if (dtype := DTYPE_NAMES.get(data.properties.dtype)) is None:
         raise UnsupportedError(f"{item.index.fqn} has type {data.properties.dtype}, which ftckpt cannot save")
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
@@ -212,8 +198,7 @@ def _fragment(item: WriteItem) -> Fragment:
 
 
 def _bytes(item: WriteItem, tensor: Any) -> memoryview:
-    data = item.tensor_data
-    assert data is not None, "the item is a tensor"
+    data: Any = item.tensor_data
     if (tensor.dtype, tensor.shape) != (data.properties.dtype, data.chunk.sizes):
         text = f"is {tensor.dtype} {list(tensor.shape)}, planned as {data.properties.dtype} {list(data.chunk.sizes)}"
         raise UnsupportedError(f"{item.index.fqn}: {text}: the planner must plan what it resolves")
@@ -223,27 +208,19 @@ def _bytes(item: WriteItem, tensor: Any) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
-def _region(image: SlotImage, tensors: Iterable[memoryview]) -> Iterator[Buffer]:
-    """The tensors, with zeros in the gaps before them."""
-    position = image.stepped.begin
+def _hashed(image: SlotImage, tensors: Iterable[memoryview], hashes: list[int]) -> Iterator[memoryview]:
+    """The tensors, and zeros in the gaps before them; ``hashes`` receives the checksum of each chunk."""
+    digest, left, position = xxhash.xxh3_64(), _CHUNK_BYTES, image.stepped.begin
     for offset, data in zip(image.offsets, tensors, strict=True):
-        yield bytes(offset - position)
-        yield data
+        for view in (memoryview(bytes(offset - position)), data):
+            while view:
+                piece, view = view[: min(left, PIECE_BYTES)], view[min(left, PIECE_BYTES) :]  # noqa: PLW2901
+                digest.update(piece)
+                yield piece
+                left -= len(piece)
+                if not left:
+                    hashes.append(digest.intdigest())
+                    digest, left = xxhash.xxh3_64(), _CHUNK_BYTES
         position = offset + len(data)
-
-
-def _hashed(pieces: Iterable[Buffer], hashes: list[int]) -> Iterator[memoryview]:
-    """The same bytes in smaller pieces; ``hashes`` receives the checksum of each chunk."""
-    digest, left = xxhash.xxh3_64(), _CHUNK_BYTES
-    for data in pieces:
-        view = memoryview(data)
-        while view:
-            piece = view[: min(left, PIECE_BYTES)]
-            digest.update(piece)
-            yield piece
-            view, left = view[len(piece) :], left - len(piece)
-            if not left:
-                hashes.append(digest.intdigest())
-                digest, left = xxhash.xxh3_64(), _CHUNK_BYTES
     if left < _CHUNK_BYTES:
         hashes.append(digest.intdigest())
