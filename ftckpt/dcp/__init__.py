@@ -1,4 +1,4 @@
-"""Storage for ``torch.distributed.checkpoint``: committed, verified and retained checkpoints, in a directory or bucket.
+"""Storage for ``torch.distributed.checkpoint``: committed, verified, retained checkpoints in a directory or bucket.
 
 ::
 

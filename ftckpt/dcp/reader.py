@@ -41,16 +41,17 @@ _STAYS = object()
 class StorageReader(torch_storage.StorageReader):
     """The ``storage_reader`` of ``dcp.load``; ranks may be more or fewer than at the save. All construct it alike.
 
-    ``checkpoint_id`` of a load is an iteration, or a name that ``ftckpt list`` prints; without it, the newest checkpoint
-    that is not abandoned is loaded. The attribute ``checkpoint_id`` names the last one loaded.
+    ``checkpoint_id`` of a load is an iteration, or a name that ``ftckpt list`` prints; without it, the newest
+    checkpoint that is not abandoned is loaded. The attribute ``checkpoint_id`` names the last one loaded.
 
     Of a checkpoint that a job of ftckpt under plain torch has persisted, a load finds what torch's ``get_state_dict``
     returns: weights and buffers below the key ``model``, the optimizer's state and hyperparameters (without
     ``flatten_optimizer_state_dict``) below ``optimizer``. Parameter groups are matched by their order.
 
-    Order of calls, by torch: ``reset`` if there is a ``checkpoint_id``, ``read_metadata``, ``set_up_storage_reader`` and
-    ``prepare_local_plan`` on all ranks, ``prepare_global_plan`` on the coordinator, ``read_data`` on all ranks. After an
-    error the state may be partly loaded: load another checkpoint. Torch wraps errors in its ``CheckpointException``.
+    Order of calls, by torch: ``reset`` if there is a ``checkpoint_id``, ``read_metadata``, ``set_up_storage_reader``
+    and ``prepare_local_plan`` on all ranks, ``prepare_global_plan`` on the coordinator, ``read_data`` on all ranks.
+    After an error the state may be partly loaded: load another checkpoint. Torch wraps errors in its
+    ``CheckpointException``.
 
     Args:
         where: see ``StorageWriter``; also the folder of one checkpoint in a directory.
@@ -90,8 +91,7 @@ class StorageReader(torch_storage.StorageReader):
         elif "sharded" in stored.layout:
             entries = [*self._persisted()]
         else:
-            text = "is not of plain torch; 'ftckpt convert' converts it"
-            raise UnsupportedError(f"{self._where}/{stored.name}: {text}")
+            raise UnsupportedError(f"{self._where}/{stored.name}: is not of plain torch: use 'ftckpt convert'")
         self._index, self._tensors = Index(entries), _described(entry.fragment for entry in entries)
         keys = {**dict.fromkeys(self._values, dcp.BytesStorageMetadata()), **self._tensors}
         return dcp.Metadata(keys, {key: (key,) for key in keys}, storage_meta=dcp.StorageMeta(stored.name))
@@ -125,9 +125,9 @@ class StorageReader(torch_storage.StorageReader):
         name, self._wanted = self._wanted or self._only, None
         if name is not None:
             return read_manifest(storage, name)
-        if (stored := next(iter(usable(storage).values()), None)) is None:
-            raise StorageError(f"{self._where}: there is no checkpoint that a load may take", lasting=True)
-        return stored
+        for stored in usable(storage).values():
+            return stored
+        raise StorageError(f"{self._where}: there is no checkpoint that a load may take", lasting=True)
 
     def _saved(self) -> Iterator[ShardEntry]:
         """The tensors of a checkpoint of ``StorageWriter``; reads its values."""
@@ -140,7 +140,8 @@ class StorageReader(torch_storage.StorageReader):
         """The tensors of a checkpoint of a job under plain torch; reads its hyperparameters."""
         for number, group in enumerate(objects.decode(bytes(self._shards[0].objects()))["optimizer"]["groups"]):
             values = {**group, "params": _STAYS}  # names, which the snapshot does not have
-            self._values |= {f"{self._optimizer}.param_groups.{number}.{name}": value for name, value in values.items()}
+            prefix = f"{self._optimizer}.param_groups.{number}."
+            self._values |= {f"{prefix}{name}": value for name, value in values.items()}
         for number, file in enumerate(self._shards):
             for stored in logical_fragments([file.image.manifest]):
                 role, _, name = stored.fragment.key.partition("/")
@@ -178,9 +179,9 @@ class StorageReader(torch_storage.StorageReader):
 def _memory(need: Fragment, target: torch.Tensor) -> torch.Tensor:
     """The memory to read into: the target's own, if it has the type of the need and no gaps."""
     if tuple(target.shape) != need.box.shape:  # a copy would broadcast
-        raise MismatchError(f"{need.key}: is {list(need.box.shape)} on storage, and {list(target.shape)} in the state")
+        raise MismatchError(f"{need.key}: {list(target.shape)} in the state, {list(need.box.shape)} on storage")
     dtype = TORCH_DTYPES[need.dtype]
-    if target.is_contiguous() and target.dtype == dtype:
+    if target.is_contiguous() and target.dtype == dtype and need.numel > 1:  # one element may have any stride
         return target.view(-1)
     return torch.empty(need.numel, dtype=dtype, device=target.device)
 

@@ -1,7 +1,7 @@
 """Writes checkpoints of ``torch.distributed.checkpoint`` in the format of ftckpt's snapshots on storage.
 
-Each rank writes one shard file: a fragment per tensor of its plan, and as objects the values that are not tensors. The
-coordinator commits all of them by one manifest.
+Each rank writes one shard file: a fragment per tensor of its plan, and as objects the values that are not tensors.
+The coordinator commits all of them by one manifest.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class _Save(NamedTuple):
 class StorageWriter(torch_storage.StorageWriter):
     """The ``storage_writer`` of ``dcp.save`` and ``dcp.async_save``. All ranks construct it alike.
 
-    ``checkpoint_id`` of a save is the iteration; without it, one more than the newest on storage. If newer checkpoints
-    exist, the save is a rollback and abandons them: a load takes them only by name, and retention removes them.
+    ``checkpoint_id`` of a save is the iteration; without it, one more than the newest on storage. If that or newer
+    ones exist, the save is a rollback and abandons them: a load takes them only by name, and retention removes them.
 
     Order of calls, by torch: ``reset`` if there is a ``checkpoint_id``, ``set_up_storage_writer`` and
     ``prepare_local_plan`` on all ranks, ``prepare_global_plan`` on the coordinator, ``write_data`` on all ranks; when
@@ -106,8 +106,7 @@ class StorageWriter(torch_storage.StorageWriter):
         storage = open_storage(self._where)
         commit.require_own(storage)
         if storage.size(commit.OWNER_NAME) is not None:
-            text = "a job of ftckpt persists there, and removes other files: name another place"
-            raise StorageError(f"{self._where}: {text}", lasting=True)
+            raise StorageError(f"{self._where}: a job of ftckpt persists there: name another place", lasting=True)
         self._save = self._begin(storage)
         commit.sweep(storage, None)  # no rank writes: the save before has ended on all of them, or they are dead
         return [replace(plan, storage_data=(self._save.snapshot, n, len(plans))) for n, plan in enumerate(plans)]
@@ -131,8 +130,9 @@ class StorageWriter(torch_storage.StorageWriter):
         name = CheckpointName(snapshot.iteration)
         # Compares the files on storage with the marks, then creates the manifest.
         if not CheckpointTransaction(storage, snapshot, "").commit(stored.encode(), marks, replaces):
-            text = "another save has committed it meanwhile: let one job at a time save in a place"
-            raise StorageError(f"{self._where}/{name}: {text}", lasting=True)
+            raise StorageError(
+                f"{self._where}/{name}: another save has committed it: save from one job", lasting=True
+            )
         metadata.storage_meta = StorageMeta(str(name))
         try:
             retain(storage, snapshot, lineage, self._keep)
@@ -142,8 +142,7 @@ class StorageWriter(torch_storage.StorageWriter):
 
     def _begin(self, storage: Storage) -> _Save:
         names, lineages = commit.checkpoints(storage), {name: one.lineage for name, one in readable(storage).items()}
-        head, iteration = newest(lineages.values()), self._iteration
-        self._iteration = None  # of this save only
+        head, iteration, self._iteration = newest(lineages.values()), self._iteration, None
         if iteration is None:
             iteration = 1 + max((name.iteration for name in names), default=0)
         if any(name.iteration >= iteration for name in restorable(lineages, head)):
@@ -155,8 +154,7 @@ class StorageWriter(torch_storage.StorageWriter):
 def checkpoint_name(checkpoint_id: str | os.PathLike[str]) -> CheckpointName:
     """The checkpoint of a ``checkpoint_id``. Raises ConfigError if it is neither an iteration nor a name."""
     if (name := CheckpointName.of(str(checkpoint_id))) is None:
-        text = "is neither an iteration nor a name such as iter_0000012"
-        raise ConfigError(f"checkpoint_id={str(checkpoint_id)!r}: {text}")
+        raise ConfigError(f"checkpoint_id={str(checkpoint_id)!r}: is no iteration, nor a name such as iter_0000012")
     return name
 
 
@@ -168,8 +166,7 @@ def _write_shard(storage: Storage, plan: SavePlan, planner: SavePlanner) -> tupl
     # ``resolve_data`` would return a pickle, and ftckpt reads none from storage.
     lookup = getattr(planner, "lookup_object", None)
     if values and lookup is None:
-        text = f"{type(planner).__name__} has no lookup_object: derive the planner from DefaultSavePlanner"
-        raise UnsupportedError(f"{values[0].fqn}: {text}")
+        raise UnsupportedError(f"{values[0].fqn}: derive {type(planner).__name__} from DefaultSavePlanner")
     encoded = objects.encode({index.fqn: lookup(index) for index in values})
     fragments = tuple(map(_fragment, tensors))
     manifest = Manifest({"dp": rank}, {"dp": ranks, MARK: True}, fragments, (), len(encoded), _CHUNK_BYTES)

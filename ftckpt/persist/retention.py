@@ -65,7 +65,7 @@ def surplus(lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int
 
 
 def readable(storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
-    """The manifests of all checkpoints, newest first, without unreadable ones. Raises StorageError if storage fails."""
+    """The readable manifests of checkpoints, newest first. Raises StorageError if storage fails."""
     found = {name: committed(storage, name) for name in checkpoints(storage)}
     return {name: stored for name, stored in found.items() if stored is not None}
 
@@ -197,7 +197,9 @@ def retain(
     """
     there = readable(storage)
     lineages = {name: stored.lineage for name, stored in there.items()}
-    doomed = {name: there[name].snapshot for name in surplus(lineages, head, keep) if there[name].snapshot != snapshot}
+    doomed = {
+        name: there[name].snapshot for name in surplus(lineages, head, keep) if there[name].snapshot != snapshot
+    }
     if not owns():
         return []
     # ``latest`` may name a checkpoint of an abandoned branch, or one in doubt by now.

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import ftckpt.dcp
 from ftckpt.cli.main import main
 from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, writer
-from ftckpt.errors import ConfigError, DamagedError, MismatchError, StorageError, UnsupportedError
+from ftckpt.errors import ConfigError, DamagedError, StorageError, UnsupportedError
 from ftckpt.persist.commit import claim
 from ftckpt.persist.files import FileStorage
 from tests.support.errors import lacks
@@ -62,8 +62,8 @@ def leaves(value: Any) -> Any:
     if isinstance(value, list):
         return [leaves(item) for item in value]
     if isinstance(value, torch.Tensor):
-        value = value.contiguous()
-        return str(value.dtype), tuple(value.shape), value.reshape(-1).clone().view(torch.uint8).numpy().tobytes()
+        flat = value.reshape(-1).clone(memory_format=torch.contiguous_format)
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
     return (value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 

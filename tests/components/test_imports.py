@@ -184,7 +184,9 @@ def test_nothing_reads_pickle(name: str) -> None:
         assert not names & NO_PICKLE_NAMES, f"{name}:{getattr(node, 'lineno', '?')}"
         if isinstance(node, ast.Attribute) and node.attr in ("load", "save"):
             loads = ast.unparse(node) in ("torch.load", "torch.save", "np.load", "numpy.load")
-            assert not loads or name == PICKLES or (name, node.attr) == TORCH_READS, f"{name}:{node.lineno} {ast.unparse(node)}"
+            assert not loads or name == PICKLES or (name, node.attr) == TORCH_READS, (
+                f"{name}:{node.lineno} {ast.unparse(node)}"
+            )
 
 
 def python(code: str) -> str:

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,7 +126,8 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.timeout(600)
 def test_what_is_uploaded_is_built_checked_and_installed(tools: dict[str, str], tmp_path: Path) -> None:
     def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 280}
+        done = subprocess.run(command, cwd=tmp_path, env=env, check=False, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
