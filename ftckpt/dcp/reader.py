@@ -80,7 +80,7 @@ class StorageReader(torch_storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._wanted = None if checkpoint_id is None else checkpoint_name(checkpoint_id)
 
-    def read_metadata(self) -> dcp.Metadata:  # type: ignore[override] # with kwargs, torch would ask for each rank's
+    def read_metadata(self) -> dcp.Metadata:  # without kwargs, or torch would ask for the metadata of each rank
         storage = open_storage(self._where)
         stored = self._choose(storage)
         self.checkpoint_id, self._snapshot = stored.name, str(stored.snapshot)
@@ -93,7 +93,7 @@ class StorageReader(torch_storage.StorageReader):
         else:
             raise UnsupportedError(f"{self._where}/{stored.name}: is not of plain torch: use 'ftckpt convert'")
         self._index, self._tensors = Index(entries), _described(entry.fragment for entry in entries)
-        keys = {**dict.fromkeys(self._values, dcp.BytesStorageMetadata()), **self._tensors}
+        keys: dict[str, Any] = {**dict.fromkeys(self._values, dcp.BytesStorageMetadata()), **self._tensors}
         return dcp.Metadata(keys, {key: (key,) for key in keys}, storage_meta=dcp.StorageMeta(stored.name))
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

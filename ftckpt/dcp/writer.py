@@ -164,7 +164,7 @@ def _write_shard(storage: Storage, plan: SavePlan, planner: SavePlanner) -> tupl
     tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
     values = [item.index for item in plan.items if item.type == WriteItemType.BYTE_IO]
     # ``resolve_data`` would return a pickle, and ftckpt reads none from storage.
-    lookup = getattr(planner, "lookup_object", None)
+    lookup: Any = getattr(planner, "lookup_object", None)
     if values and lookup is None:
         raise UnsupportedError(f"{values[0].fqn}: derive {type(planner).__name__} from DefaultSavePlanner")
     encoded = objects.encode({index.fqn: lookup(index) for index in values})

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ftckpt.dcp
 from ftckpt.cli.main import main
-from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, writer
+from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, reader, writer
 from ftckpt.errors import ConfigError, DamagedError, StorageError, UnsupportedError
 from ftckpt.persist.commit import claim
 from ftckpt.persist.files import FileStorage
+from ftckpt.persist.objects import ObjectStorage
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.killing import killed_at
@@ -67,14 +68,14 @@ def leaves(value: Any) -> Any:
     return (value.dtype.str, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
-def save(where: Path, seed: int, **options: Any) -> str:
+def save(where: Path | str, seed: int, **options: Any) -> str:
     """Saves ``state``; the checkpoint's name."""
     chosen = {key: options.pop(key) for key in ("checkpoint_id", "planner") if key in options}
     metadata = dcp.save(state(seed), storage_writer=StorageWriter(where, **options), **chosen)
     return metadata.storage_meta.checkpoint_id
 
 
-def load(where: Path, **options: Any) -> Any:
+def load(where: Path | str, **options: Any) -> Any:
     found = state(0)
     dcp.load(found, storage_reader=StorageReader(where), **options)
     return leaves(found)
@@ -104,9 +105,19 @@ def test_a_load_has_the_bits_of_the_save(tmp_path: Path, small_chunks: None) -> 
     assert load(tmp_path / "run") == leaves(state(3))
     for name, seed in (("iter_0000002", 2), ("1", 1)):
         assert load(tmp_path / "run", checkpoint_id=name) == leaves(state(seed))
-    reader = StorageReader(tmp_path / "run" / "iter_0000001")
-    dcp.load(found := state(0), storage_reader=reader)
-    assert leaves(found) == leaves(state(1)) and reader.checkpoint_id == "iter_0000001"
+    of_one = StorageReader(tmp_path / "run" / "iter_0000001")
+    dcp.load(found := state(0), storage_reader=of_one)
+    assert leaves(found) == leaves(state(1)) and of_one.checkpoint_id == "iter_0000001"
+
+
+def test_an_object_store_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStorage("memory:///")  # another one each time that it is opened
+    for module in (ftckpt.dcp, writer, reader):
+        monkeypatch.setattr(module, "open_storage", lambda where: store)
+    for seed in (1, 2, 3):
+        save("memory:///", seed, keep=2)
+    assert checkpoints("memory:///") == ["iter_0000003", "iter_0000002"]
+    assert load("memory:///") == leaves(state(3))
 
 
 def test_part_of_a_state_and_other_types(tmp_path: Path, small_chunks: None) -> None:
