@@ -104,8 +104,7 @@ class StorageReader(torch_storage.StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if len({plan.storage_data for plan in plans}) > 1:
-            text = "ranks see different newest checkpoints, as a save has ended meanwhile: load again, or give"
-            raise StorageError(f"{self._where}: {text} checkpoint_id")
+            raise StorageError(f"{self._where}: ranks see different newest checkpoints: load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -130,9 +130,7 @@ class StorageWriter(torch_storage.StorageWriter):
         name = CheckpointName(snapshot.iteration)
         # Compares the files on storage with the marks, then creates the manifest.
         if not CheckpointTransaction(storage, snapshot, "").commit(stored.encode(), marks, replaces):
-            raise StorageError(
-                f"{self._where}/{name}: another save has committed it: save from one job", lasting=True
-            )
+            raise StorageError(f"{self._where}/{name}: another save has committed it: use one job", lasting=True)
         metadata.storage_meta = StorageMeta(str(name))
         try:
             retain(storage, snapshot, lineage, self._keep)
