@@ -68,6 +68,8 @@ class SnapshotReader(Reader):
             self.stored = StoredSnapshot.decode(self._manifest, str(where))
         except StorageError as error:
             raise ConvertError(str(error)) from None
+        if self.stored.layout.get("dcp"):
+            raise ConvertError(f"{path}: is of torch.distributed.checkpoint: load it with ftckpt.dcp.StorageReader")
         if self.stored.snapshot in _voided(path.parent):  # the user named it: read it all the same
             log.warning("ftckpt: %s was invalidated and is about to be removed", path)
         self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
