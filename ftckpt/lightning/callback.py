@@ -96,6 +96,7 @@ class FtckptCallback(lightning.Callback):  # type: ignore[misc]
         finish(*given)
         if not self._trainer.fit_loop.epoch_loop.done:
             self._boundary()
+            self._progress.before_draw()
 
     def _after_epoch(self, finish: Callable[[], None]) -> None:
         finish()

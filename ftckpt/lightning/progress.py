@@ -14,7 +14,8 @@ class FitProgress:
 
     A restart draws the epoch's batches up to the restored step again, from the generators of the epoch's start, and
     drops them. Generators are recorded where lightning creates the loaders' iterators, and where it draws the first
-    batch: in the first epoch, hooks of the script run in between.
+    batch: in the first epoch, hooks of the script run in between. From loaders without a length lightning draws one
+    batch ahead, so generators are also recorded before the last draw.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -23,6 +24,7 @@ class FitProgress:
         """Whether the restored step is inside an epoch, which has not been resumed yet."""
         self._created: Mapping[str, Any] = {}
         self._first: Mapping[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
         self._num_undrawn = 0  # batches before a checkpoint that lightning loaded: it does not draw them
 
     def state_dict(self) -> dict[str, Any]:
@@ -32,7 +34,7 @@ class FitProgress:
         return {
             "loops": {**self._fit.state_dict(), "state_dict": {}},
             "is_epoch_over": self._fit.epoch_loop._num_ready_batches_reached(),
-            "epoch_start": [self._created, self._first, self._num_undrawn],
+            "epoch_start": [self._created, self._first, self._last, self._num_undrawn],
             "generators": save_all(self._loader_generators()),
             "should_stop": trainer.should_stop,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -45,7 +47,7 @@ class FitProgress:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         trainer, saved = self._trainer, copy.deepcopy(saved)
         self._load_loops(saved["loops"], saved["is_epoch_over"])
-        self._created, self._first, self._num_undrawn = saved["epoch_start"]
+        self._created, self._first, self._last, self._num_undrawn = saved["epoch_start"]
         load_all(self._loader_generators(), saved["generators"])
         trainer.should_stop = saved["should_stop"]
         trainer.accumulate_grad_batches = saved["accumulate_grad_batches"]
@@ -89,14 +91,22 @@ class FitProgress:
         iterator, now = loaders._iterator, self._generators()
         start(fetcher)
         self._created = self._created if loaders._iterator is iterator else now
-        self._first, self._num_undrawn = self._generators(), num_batches
+        self._first = self._last = self._generators()
+        self._num_undrawn = num_batches
+
+    def before_draw(self) -> None:
+        """Record the generators from which lightning draws the next batch, if it draws that ahead."""
+        if self._fit._data_fetcher.length is None:
+            self._last = self._generators()
 
     def _replay(self, fetcher: Any, num_batches: int) -> None:
         now = self._generators()
         self._set_generators(self._created)
         iter(fetcher)
         self._set_generators(self._first)
-        for _ in range(num_batches):
+        for left in reversed(range(num_batches)):
+            if fetcher.length is None and not left:
+                self._set_generators(self._last)
             next(fetcher)
         fetcher.fetched -= num_batches  # lightning adds them
         self._set_generators(now)
