@@ -68,6 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch": {"session", "frameworks", "schedule.pipeline", "model", "group"},
     "transformers": {"session", "frameworks", "torch"},
     "dcp": {"model", "memory.image", "persist", "restore", "universal", "frameworks.tensors"},
+    "lightning": {"frameworks", "torch"},
+    "torchtitan": {"frameworks", "torch"},
     "runner": {"frameworks", "session.gc_pause", "megatron", "deepspeed", "memory.launch_record"},
     "megatron.__main__": {"frameworks", "runner"},
     "deepspeed.__main__": {"frameworks", "runner"},
@@ -167,7 +169,7 @@ def test_pure_data_knows_no_torch_distributed(stage: str) -> None:
             assert not any(within(target, {"torch.distributed"}) for target in imports_of(name)), name
 
 
-@pytest.mark.parametrize("framework", ["megatron", "deepspeed", "transformers"])
+@pytest.mark.parametrize("framework", ["megatron", "deepspeed", "transformers", "lightning"])
 def test_a_framework_is_imported_by_its_integration_alone(framework: str) -> None:
     for name in MODULES:
         if not within(name, {f"ftckpt.{framework}"}):
@@ -229,7 +231,8 @@ for name in {names}:
 
 
 def test_importing_any_module_changes_nothing() -> None:
-    names = [name for name in MODULES if not name.startswith(("ftckpt.deepspeed", "ftckpt.transformers"))]
+    absent = tuple(f"ftckpt.{name}" for name in ("deepspeed", "transformers", "lightning"))
+    names = [name for name in MODULES if not name.startswith(absent)]
     frameworks, patched = "", ""
     if importlib.util.find_spec("megatron.core") is not None:
         lines = (ROOT / "tests" / "support" / "pool_preload.py").read_text()
