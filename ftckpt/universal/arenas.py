@@ -8,7 +8,7 @@ after each read: an overwritten snapshot is an error, and never mixed with the n
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,7 @@ from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, Mism
 from ftckpt.memory.arena import CONTROL_NAME, Arena
 from ftckpt.memory.control_block import SealId
 from ftckpt.memory.directory import list_directories
-from ftckpt.memory.image import SlotImage
+from ftckpt.memory.image import SlotImage, Span
 from ftckpt.memory.inventory import ArenaReport, report_arena
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
@@ -34,7 +34,7 @@ from ftckpt.model.text import listed
 from ftckpt.model.topology import first_of_each_stage
 from ftckpt.restore.decide import newest_whole
 from ftckpt.universal.catalog import Catalog, Reader
-from ftckpt.universal.consolidation import MASTER, WEIGHT, master_of
+from ftckpt.universal.consolidation import derived_weights, master_of
 from ftckpt.universal.storage import CheckedOnce
 
 LOCAL = "local"
@@ -107,8 +107,7 @@ def snapshot_catalog(
     keys = {fragment.key for fragment in fragments}
     dtypes = {dtype for manifest in manifests for dtype in manifest.derived}
     dtype = precision or (dtypes.pop() if len(dtypes) == 1 else "")
-    weights = (WEIGHT + key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
-    derived = {weight: dtype for weight in weights if dtype and weight not in keys}
+    derived = derived_weights(keys, dtype)
     rounded_up = {key for manifest in manifests for key in manifest.padded}
     padded = rounded_up.intersection(keys) | {key for key in derived if master_of(key) in rounded_up}
     return Catalog(
@@ -146,6 +145,15 @@ def read_catalog(
         # Weights that derive from requested masters were not requested.
         catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
     return catalog, entries
+
+
+def touched(chunks: Sequence[Span], wanted: Span) -> range:
+    """The chunks, which are sorted, that overlap ``wanted``."""
+    if not wanted.nbytes:
+        return range(0)
+    # The chunk that contains the first byte is the last one that starts at or before it.
+    first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
+    return range(first, bisect_left(chunks, wanted.end, key=lambda span: span.begin))
 
 
 def objects_by_shard(shards: Iterable[str], load: Callable[[str], object]) -> Mapping[str, object]:
@@ -301,25 +309,17 @@ class ArenaReader(Reader):
         slot = self._slots[entry.shard]
         slot.touched = True
         begin = slot.image.offsets[entry.index]
-        end = begin + entry.fragment.nbytes
+        wanted = Span(begin, begin + entry.fragment.nbytes)
         slot.check()
-        self._verify(slot, begin, end, entry.fragment.key)
+        hashes = slot.arena.hashes(slot.index)
+        if hashes is not None:
+            for chunk in touched(slot.image.chunks, wanted):
+                compare = partial(self._compare, slot, chunk, int(hashes[chunk]), entry.fragment.key)
+                slot.checked.check(chunk, compare)
         # Again: the job may have overwritten the slot during verification.
         slot.check()
-        data: Bytes = np.frombuffer(slot.arena.slot(slot.index), np.uint8)[begin:end]
+        data: Bytes = np.frombuffer(slot.arena.slot(slot.index), np.uint8)[wanted.begin : wanted.end]
         return data
-
-    def _verify(self, slot: _Slot, begin: int, end: int, key: str) -> None:
-        hashes = slot.arena.hashes(slot.index)
-        if hashes is None:
-            return
-        chunks = slot.image.chunks
-        # Chunks are sorted: the one that contains ``begin`` is the last that starts at or before it.
-        first = bisect_right(chunks, begin, key=lambda span: span.begin) - 1
-        for chunk in range(first, len(chunks) if begin < end else 0):
-            if chunks[chunk].begin >= end:
-                break
-            slot.checked.check(chunk, partial(self._compare, slot, chunk, int(hashes[chunk]), key))
 
     def _compare(self, slot: _Slot, chunk: int, expected: int, key: str) -> None:
         if slot.arena.hash_chunk(slot.index, chunk) != expected:

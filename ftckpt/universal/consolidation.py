@@ -5,7 +5,7 @@ Weights that a checkpoint omits because they are casts of its masters are derive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -176,11 +176,18 @@ def refuse_remainders(tensors: Iterable[Tensor]) -> None:
             )
 
 
-def lacking_weight(tensors: Iterable[Tensor]) -> str | None:
-    """The name of a parameter with a master and no weight, if there is one."""
-    keys = {tensor.key for tensor in tensors}
-    names = (key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
-    return next((name for name in names if WEIGHT + name not in keys), None)
+def derived_weights(keys: Collection[str], dtype: str) -> dict[str, str]:
+    """The weights that are not among ``keys`` and whose masters are, sorted, with their type; none if that is ""."""
+    weights = (WEIGHT + key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
+    return {weight: dtype for weight in weights if dtype and weight not in keys}
+
+
+def require_weights(tensors: Iterable[Tensor]) -> None:
+    """Raises ConvertError if a parameter has a master and no weight."""
+    for weight in derived_weights({tensor.key for tensor in tensors}, "lacking"):
+        raise ConvertError(
+            f"the source has no weights of {weight.removeprefix(WEIGHT)}, and no type to cast masters to"
+        )
 
 
 def cast(data: Bytes, from_dtype: str, to_dtype: str) -> Bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from ftckpt.persist.paths import is_manifest
 from ftckpt.persist.retention import void_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
-from ftckpt.universal.arenas import ShardFragment, read_catalog
+from ftckpt.universal.arenas import ShardFragment, read_catalog, touched
 from ftckpt.universal.catalog import Reader
 from ftckpt.universal.storage import CheckedOnce, explained, map_file
 
@@ -115,7 +114,7 @@ class SnapshotReader(Reader):
         file, image = self._files[entry.shard], self._files[entry.shard].shard.image
         offset = image.offsets[entry.index]
         wanted = Span(offset + begin, offset + end)
-        chunks, parts = _touched(image.chunks, wanted), list[Bytes]()
+        chunks, parts = touched(image.chunks, wanted), list[Bytes]()
         try:
             if file.shard.entry.frames is None:
                 for chunk in chunks:
@@ -139,14 +138,6 @@ class SnapshotReader(Reader):
             raise ConvertError(f"the objects of {shard}: {error}") from None
         except CorruptError as error:
             raise ConvertError(f"{file.path}: the objects of {shard}: {error}") from None
-
-
-def _touched(chunks: Sequence[Span], wanted: Span) -> range:
-    """The chunks that overlap ``wanted``."""
-    if not wanted.nbytes:
-        return range(0)
-    first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
-    return range(first, bisect_left(chunks, wanted.end, key=lambda span: span.begin))
 
 
 def _folders(path: Path) -> dict[int, Path]:

@@ -24,6 +24,7 @@ from ftckpt.universal.foreign import archives
 Shapes = Mapping[str, Shape]
 Values = Mapping[str, tuple[torch.Tensor, bool]]
 """Role → flat values, and whether they are one number for the complete flat tensor."""
+_REMEDY = "save with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 
 
@@ -281,17 +282,15 @@ def read_plain(files: Files, weights: Sequence[ParameterSlice]) -> Iterator[Para
             raise ConvertError(f"{optimizers[0][0]}: without ZeRO the optimizer of a model with experts has no names")
         names = [weight for weight in weights if weight.tp == tp and weight.role == "weight"]
         slots = [slot for path, stage, optimizer in optimizers for slot in _slots(path, stage, optimizer, names)]
-        chosen = _only_way([slot[0] for slot in slots], [weight.shape for weight in names])
-        if chosen is None:
+        pairs = list(zip(names, slots, strict=False))
+        if len(slots) != len(names) or any(slot[0] not in (None, weight.shape) for weight, slot in pairs):
             raise ConvertError(
                 f"{optimizers[0][0]}: the optimizer has state of {len(slots)} parameters, the model has "
-                f"{len(names)}, and shapes do not identify them; save with ZeRO 1, which writes names, or convert "
-                "the weights alone with --roles weight"
+                f"{len(names)}, and shapes do not identify them; {_REMEDY}"
             )
-        for index, (shape, path, stage, values_of) in zip(chosen, slots, strict=True):
-            name = names[index].name
+        for weight, (_, path, stage, values_of) in pairs:
             for role, (values, is_number) in values_of.items():
-                yield ParameterSlice(role, name, stage, tp, shape or names[index].shape, 0, values, path, is_number)
+                yield ParameterSlice(role, weight.name, stage, tp, weight.shape, 0, values, path, is_number)
 
 
 _Slot = tuple[Shape | None, Path, int, dict[str, tuple[torch.Tensor, bool]]]
@@ -303,8 +302,7 @@ def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence
     groups, states = inner.get("param_groups") or [], inner.get("state") or {}
     if len(groups) != 1:
         raise ConvertError(
-            f"{path}: the optimizer has {len(groups)} groups of parameters, and the file does not name them; save "
-            "with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
+            f"{path}: the optimizer has {len(groups)} groups of parameters, which the file does not name; {_REMEDY}"
         )
     flats = optimizer.get("fp32_groups_flat")
     if flats is not None:
@@ -320,11 +318,8 @@ def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence
             values_of["master"] = (archives.flat(master, f"master of parameter {number}"), False)
         for role, value in state.items():
             size = math.prod(shape) if shape is not None else 1
-            values_of |= (
-                {role: state_values(f"{path}: {role} of parameter {number}", value, (size,))}
-                if value is not None
-                else {}
-            )
+            if value is not None:
+                values_of[role] = state_values(f"{path}: {role} of parameter {number}", value, (size,))
         slots.append((shape, path, stage, values_of))
     return slots
 
@@ -336,7 +331,7 @@ def _flat_slots(
     if flat.numel() != sum(math.prod(weight.shape) for weight in names):
         raise ConvertError(
             f"{path}: the optimizer has one flat tensor of {flat.numel()} elements, which are not those of all "
-            "parameters; save with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
+            f"parameters; {_REMEDY}"
         )
     values_of = {"master": (archives.flat(flat, "masters"), False)}
     values_of |= {role: state_values(f"{path}: {role}", value, (flat.numel(),)) for role, value in state.items()}
@@ -352,27 +347,3 @@ def _flat_slots(
 
 def _has_dims(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _only_way(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The ascending indices of ``shapes`` that match ``slots``, if there is exactly one such choice."""
-    first = _match(slots, shapes)
-    # The earliest and the latest choice: if they are equal there is no other.
-    last = _match(slots[::-1], shapes[::-1])
-    if first is None or last is None:
-        return None
-    return first if first == [len(shapes) - 1 - index for index in reversed(last)] else None
-
-
-def _match(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The earliest ascending indices of ``shapes`` that match ``slots``, None if there are none."""
-    indices: list[int] = []
-    index = 0
-    for slot in slots:
-        while index < len(shapes) and slot is not None and shapes[index] != slot:
-            index += 1
-        if index == len(shapes):
-            return None
-        indices.append(index)
-        index += 1
-    return indices

@@ -7,8 +7,8 @@ else the checkpoint's ``universal_checkpoint_info``, describes tensor-parallel s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,14 @@ from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment, Shape
 from ftckpt.model.text import with_article
-from ftckpt.universal.catalog import Catalog, Reader, dtype_name
-from ftckpt.universal.consolidation import take
-from ftckpt.universal.deepspeed.division import place_by_info, whole
+from ftckpt.universal.catalog import FileReader, Stored, dtype_name, needs_optimizer
+from ftckpt.universal.consolidation import derived_weights, take
+from ftckpt.universal.deepspeed.division import place_by_info
 from ftckpt.universal.deepspeed.files import FileNumbers, Files, find_files, iteration_of, objects_of, precision
 from ftckpt.universal.deepspeed.optimizers import ParameterSlice, parameter_shapes, read_partitions, read_plain
 from ftckpt.universal.foreign import archives
-from ftckpt.universal.language.placing import BoxMap, LocalTensor, Placement, place
+from ftckpt.universal.language.placing import LocalTensor, Placement, place, place_whole
 from ftckpt.universal.language.spec import Spec
-from ftckpt.universal.storage import fingerprint_of
 
 _TIED = "tied_modules."
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
@@ -143,89 +142,40 @@ def _slice(role: str, name: str, ranks: tuple[int, int], tensor: torch.Tensor, p
 INFO = "universal_checkpoint_info"
 
 
-@dataclass(frozen=True)
-class _Elements:
-    """Elements of a file's tensor: all ``values``, or those of a box."""
-
-    values: torch.Tensor
-    positions: tuple[Shape, Box, int] | None
-    """If they are not contiguous: the tensor's shape, the box in it, and the flat position of ``values[0]``."""
-
-
-class DeepSpeedReader(Reader):
+class DeepSpeedReader(FileReader):
     """Reads the checkpoint in ``path``, the directory of a tag or of several with a file ``latest``.
 
     ``spec`` describes the tensor-parallel sharding; without it the checkpoint must. ``roles``: None for all. Without
     ZeRO the optimizer is skipped if they are only weights and buffers.
-
-    Raises:
-        ConvertError: files are missing, contradict each other, or hold tensors that cannot be placed; the text names
-            file and tensor.
     """
 
-    def __init__(self, path: Path, spec: Spec | None = None, roles: Iterable[str] | None = None) -> None:
-        self._files = files = find_files(path)
-        wanted = None if roles is None else set(roles)
-        slices = _all_slices(files, wanted)
+    def __init__(self, path: Path, spec: Spec | None = None, roles: Collection[str] | None = None) -> None:
+        files = find_files(path)
+        slices = _all_slices(files, roles)
         places = _places(files, slices, spec)
-        fragments: list[Fragment] = []
-        self._reads: list[_Elements] = []
-        self._paths: list[Path] = []
-        averaged: set[str] = set()
-        padded: set[str] = set()
-        for each in slices:
-            placed = places.get(_place_key(each))
-            if placed is None:
-                continue
-            for fragment, read in _fragments(each, placed):
-                fragments.append(fragment)
-                self._reads.append(read)
-                self._paths.append(each.path)
-                if not each.is_number:
-                    averaged |= {fragment.key} if placed.average else set()
-                    padded |= {fragment.key} if placed.padded else set()
-        path = files.models()[0][1]
-        state = files.load(path)
-        self.catalog = Catalog(
+        placed = ((each, places.get(_place_key(each))) for each in slices)
+        stored = [one for each, place in placed if place is not None for one in _stored(each, place)]
+        first = files.models()[0][1]
+        state = files.load(first)
+        cast = precision(state.get("ds_config"))
+        super().__init__(
+            files.path,
+            stored,
+            (file for kind in files.kinds for _, file in files.of(kind)),
             origin="deepspeed",
-            iteration=iteration_of(state.get("global_steps", state.get("iteration")), path),
+            iteration=iteration_of(state.get("global_steps", state.get("iteration")), first),
             layout=_layout(files),
-            fragments=tuple(fragments),
-            objects={"deepspeed": _objects(files), "precision": _precision(files)},
-            padded=frozenset(padded),
-            average=frozenset(averaged),
-            derived=_derived(files, fragments),
+            objects={"deepspeed": _objects(files), "precision": cast},
+            derived=derived_weights({each.fragment.key for each in stored}, cast),
         )
 
-    def read(self, index: int) -> Bytes:
-        if not self._files.loaded:
-            raise ConvertError(f"{self._files.path}: was closed")
-        archives.check(self._reads[index].values, self.catalog.fragments[index].key)
-        data: Bytes = self._reads[index].values.contiguous().view(torch.uint8).numpy()
-        positions = self._reads[index].positions
-        if positions is None:
-            return data
-        shape, box, first = positions
-        return take(data, shape, box, first, first + len(self._reads[index].values))
 
-    def where(self, index: int) -> Path:
-        """The file that holds a fragment."""
-        return self._paths[index]
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(path for kind in self._files.kinds for _, path in self._files.of(kind))
-
-    def close(self) -> None:
-        self._files.loaded.clear()
-        self._reads.clear()
-
-
-def _all_slices(files: Files, roles: set[str] | None) -> list[ParameterSlice]:
+def _all_slices(files: Files, roles: Collection[str] | None) -> list[ParameterSlice]:
     _refuse_unknown(files)
     slices = list(read_weights(files))
     if files.of("zero"):
         slices += list(read_partitions(files))
-    elif roles is None or roles - {"weight", "buffer"}:
+    elif needs_optimizer(roles):
         slices += list(read_plain(files, slices))
     _check_layers(files, slices)
     return slices
@@ -259,7 +209,7 @@ def _places(
         shape, path = shapes.setdefault(_place_key(each), (each.shape, each.path))
         if shape != each.shape:
             raise ConvertError(f"{each.name} is {each.shape} in {each.path} and {shape} in {path}")
-    places = {key: whole(key[0], shape) for key, (shape, _) in shapes.items() if key[2]}
+    places = {key: place_whole(key[0], shape) for key, (shape, _) in shapes.items() if key[2]}
     names = sorted({(name, tp) for name, tp, is_buffer in shapes if not is_buffer})
     first = files.load(files.models()[0][1])
     if spec is not None:
@@ -291,35 +241,29 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     return dict(args) if isinstance(args, Mapping) else dict(vars(args))
 
 
-def _fragments(part: ParameterSlice, placed: Placement) -> Iterable[tuple[Fragment, _Elements]]:
-    key, dtype = f"{part.role}/{placed.name}", dtype_name(part.values, part.path)
+def _stored(part: ParameterSlice, placed: Placement) -> Iterator[Stored]:
+    key, dtype, values = f"{part.role}/{placed.name}", dtype_name(part.values, part.path), part.values
     if part.is_number:
-        yield Fragment.whole(key, dtype, *placed.of_number(part.shape)), _Elements(part.values, None)
+        fragment = Fragment.whole(key, dtype, *placed.of_number(part.shape))
+        yield Stored(fragment, part.path, partial(archives.bytes_of, values, key))
         return
     for box_map in placed.boxes:
-        start, stop = box_map.within(part.shape, part.first, part.first + part.values.numel())
-        if start < stop:
-            yield Fragment(key, dtype, placed.shape, box_map.box, start, stop), _elements(part, box_map, start, stop)
+        local, end = box_map.local, part.first + values.numel()
+        start, stop = box_map.within(part.shape, part.first, end)
+        if start >= stop:
+            continue
+        if local.shape[1:] == part.shape[1:]:
+            begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
+            read = partial(archives.bytes_of, values[begin + start : begin + stop], key)
+        else:  # smaller than the part in an inner dimension: its elements are not contiguous
+            read = partial(_taken, part, local, key)
+        fragment = Fragment(key, dtype, placed.shape, box_map.box, start, stop)
+        yield Stored(fragment, part.path, read, placed.padded, placed.average)
 
 
-def _elements(part: ParameterSlice, box_map: BoxMap, start: int, stop: int) -> _Elements:
-    local = box_map.local
-    # Smaller than the part in an inner dimension: its elements are not contiguous.
-    if local.shape[1:] != part.shape[1:]:
-        return _Elements(part.values, (part.shape, local, part.first))
-    begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
-    return _Elements(part.values[begin + start : begin + stop], None)
-
-
-def _derived(files: Files, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """Weights that are not stored, as under ZeRO 3, and their type."""
-    keys = {fragment.key for fragment in fragments}
-    names = {key.removeprefix("master/") for key in keys if key.startswith("master/")}
-    return {f"weight/{name}": _precision(files) for name in sorted(names) if f"weight/{name}" not in keys}
-
-
-def _precision(files: Files) -> str:
-    return precision(files.load(files.models()[0][1]).get("ds_config"))
+def _taken(part: ParameterSlice, box: Box, key: str) -> Bytes:
+    data = archives.bytes_of(part.values, key)
+    return take(data, part.shape, box, part.first, part.first + part.values.numel())
 
 
 def _layout(files: Files) -> dict[str, int | str | bool]:

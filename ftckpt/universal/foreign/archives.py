@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.universal.storage import CheckedOnce
 
@@ -148,6 +149,13 @@ def check(tensor: torch.Tensor, name: str) -> None:
     known: _Storage | None = getattr(storage, _FIELD, None)
     if known is not None:
         known.check(storage, name)
+
+
+def bytes_of(tensor: torch.Tensor, name: str) -> Bytes:
+    """The verified elements of ``tensor``, row-major; a view if they are contiguous. Raises ConvertError."""
+    check(tensor, name)
+    data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:

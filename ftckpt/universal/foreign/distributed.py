@@ -128,17 +128,12 @@ class CheckpointDirectory:
             raise ConvertError(f"{where}: is truncated or damaged")
         return raw[begin : begin + nbytes]
 
-    def close(self) -> None:
-        self._maps = {}
-
     def _compare(self, blob: Blob, where: str) -> None:
         data = self._bytes(blob)
         if bytes(data[: len(archives.ARCHIVE)]) == archives.ARCHIVE:
             archives.check_all(data, where)
 
     def _bytes(self, blob: Blob) -> memoryview:
-        if blob.file not in self._maps:
-            raise ConvertError(f"{self.path}: was closed")
         return self._maps[blob.file][blob.offset : blob.offset + blob.length].data
 
     def _blobs(self) -> list[tuple[str, list[Blob]]]:

@@ -6,8 +6,9 @@ rule, and each rule at least one name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,8 @@ def _part(value: Any, where: str) -> SubParameter:
 READY = Path(__file__).parent / "specs"
 _MOST_NAMED = 8
 
-Matches = Mapping[str, tuple[Rule, Pattern, Mapping[str, Value]]]
+_Match = tuple[Rule, Pattern, Mapping[str, Value]]
+Matches = Mapping[str, _Match]
 """Name → the rule that it matches, the pattern that did, and its captures."""
 
 
@@ -306,33 +308,26 @@ class Spec:
             raise SpecError(f"{origin}: no rule uses a variable {', '.join(unknown)}; known are {known}")
         return cls(origin, parsed.pop("", ()), parsed, variables, dict(given or {}))
 
-    def resolve(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Spec:
-        """This specification reduced to the rules in effect of the first variant that fits these ``names``.
+    def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
+        """The rule of each name, of the first variant whose rules in effect fit all ``names``.
 
         Raises:
             SpecError: none fits; the text explains the one with the fewest problems.
         """
         ordered, values = sorted(set(names)), self.values(arguments)
         errors: list[tuple[int, str]] = []
-        for variant, rules in ({"": self.rules} if self.rules else self.variants).items():
+        for variant, every in ({"": self.rules} if self.rules else self.variants).items():
             where = f"{self.origin}, variant {variant}" if variant else self.origin
-            counting = tuple(rule for rule in rules if _counts(rule, where, values))
-            problems, bad = _problems(counting, ordered)
+            rules = [rule for rule in every if _counts(rule, where, values)]
+            hits = {name: _matches(rules, name) for name in ordered}
+            used = Counter(rule.number for found in hits.values() for rule, _, _ in found)
+            problems, bad = _problems(rules, hits, used)
             if not problems:
-                return replace(self, rules=counting, variants={})
+                self.summary[:] = [f"rule {r.number}, {r.kind}: {used[r.number]} names as {r.text}" for r in rules]
+                return {name: found[0] for name, found in hits.items()}
             errors.append((bad, f"{where}: {'; '.join(problems)}"))
         # The variant with the fewest problems is the one that was most likely meant.
         raise SpecError(min(errors)[1])
-
-    def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
-        """The rule of each name. Raises SpecError, see ``resolve``."""
-        ordered = sorted(set(names))
-        rules = self.resolve(ordered, arguments).rules
-        # ``resolve`` guarantees that no name matches two rules.
-        matches = {name: (rule, *hit) for name in ordered for rule in rules if (hit := rule.match(name)) is not None}
-        numbers = [rule.number for rule, _, _ in matches.values()]
-        self.summary[:] = [f"rule {r.number}, {r.kind}: {numbers.count(r.number)} names as {r.text}" for r in rules]
-        return matches
 
     def values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """All variables with a value: the given one, else the checkpoint's argument, else the default.
@@ -383,12 +378,20 @@ def _variables(value: Any, where: str) -> dict[str, Variable]:
     return variables
 
 
-def _problems(rules: Sequence[Rule], names: Sequence[str]) -> tuple[list[str], int]:
+def _matches(rules: Iterable[Rule], name: str) -> list[_Match]:
+    return [(rule, *hit) for rule in rules if (hit := rule.match(name)) is not None]
+
+
+def _problems(
+    rules: Sequence[Rule], hits: Mapping[str, Sequence[_Match]], used: Collection[int]
+) -> tuple[list[str], int]:
     """Messages about names without exactly one rule and rules without a name, and the number of both."""
-    hits = {name: [rule.number for rule in rules if rule.match(name) is not None] for name in names}
-    unmatched = [name for name, rules_hit in hits.items() if not rules_hit]
-    ambiguous = [f"{name} (rules {', '.join(map(str, hit))})" for name, hit in hits.items() if len(hit) > 1]
-    used = {number for hit in hits.values() for number in hit}
+    unmatched = [name for name, found in hits.items() if not found]
+    ambiguous = [
+        f"{name} (rules {', '.join(str(rule.number) for rule, _, _ in found)})"
+        for name, found in hits.items()
+        if len(found) > 1
+    ]
     idle = [f"{rule.number} ({rule.text})" for rule in rules if rule.number not in used and not rule.optional]
     problems = []
     if unmatched:

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Box, Fragment, Shape
-from ftckpt.universal.catalog import DTYPE_NAMES, Catalog, Reader
+from ftckpt.model.fragment import Fragment, Shape
+from ftckpt.universal.catalog import FileReader, Stored, dtype_name, needs_optimizer
 from ftckpt.universal.foreign import archives, pickles
 from ftckpt.universal.language.placing import LocalTensor, Placement, place
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron import names
 from ftckpt.universal.megatron.common import layout_of
 from ftckpt.universal.megatron.dist_reader import TRACKER, iteration_directory
-from ftckpt.universal.storage import fingerprint_of
 
 DISTRIBUTED_FILE = "distrib_optim.pt"
 _ALIGNMENT = 64
@@ -206,93 +205,56 @@ def recognises(path: Path) -> bool:
         return False
 
 
-class MegatronLegacyReader(Reader):
+class MegatronLegacyReader(FileReader):
     """Reads the checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
 
     ``spec`` describes the sharding. ``roles``: the roles to read, None for all.
-
-    Raises:
-        ConvertError: a rank's file is missing, ranks disagree, the parameters of optimizer state cannot be
-            identified, or an object needs code.
-        SpecError: the specification does not fit the names or shapes.
     """
 
     def __init__(
-        self, path: Path, spec: Spec | None, iteration: int | None = None, roles: Iterable[str] | None = None
+        self, path: Path, spec: Spec | None, iteration: int | None = None, roles: Collection[str] | None = None
     ) -> None:
-        self.path = find(path, iteration)
+        path = find(path, iteration)
         if spec is None:
             raise ConvertError(
-                f"{self.path}: does not record its sharding: give a specification with --spec, such as gpt or llama"
+                f"{path}: does not record its sharding: give a specification with --spec, such as gpt or llama"
             )
-        wanted = None if roles is None else set(roles)
-        states = {coords: (file, pickles.load(file)) for coords, file in _files(self.path)}
+        states = {coords: (file, pickles.load(file)) for coords, file in _files(path)}
         first = next(iter(states.values()))[1]
-        _check_alike(list(states.values()), wanted is None or bool(wanted - {"weight", "buffer"}))
+        _check_alike(list(states.values()), needs_optimizer(roles))
         args = _arguments(first)
-        self._tensors: list[tuple[torch.Tensor, Box | None]] = []
-        self._files: list[Path] = []
         tensors = [
             each
             for coords, (file, state) in states.items()
-            for each in _rank_tensors(_coords(coords, args), file, state, wanted)
+            for each in _rank_tensors(_coords(coords, args), file, state, roles)
         ]
         placed = _places(spec, tensors, args)
-        fragments = [
-            fragment for each in tensors for fragment in self._fragments(each, placed[each.name, each.coords])
-        ]
-        fragments = [each for each in fragments if wanted is None or each.key.partition("/")[0] in wanted]
-        keys = {fragment.key: fragment.key.partition("/") for fragment in fragments}
-        vocabularies = {placement.name for placement in placed.values() if placement and placement.padded}
-        averages = {placement.name for placement in placed.values() if placement and placement.average}
-        self.catalog = Catalog(
+        stored = (one for each in tensors for one in _stored(each, placed[each.name, each.coords]))
+        super().__init__(
+            path,
+            (one for one in stored if roles is None or one.fragment.key.partition("/")[0] in roles),
+            path.glob("mp_rank_*/*.pt"),
             origin="megatron-legacy",
             iteration=int(first.get("iteration") or 0),
             layout=layout_of(args),
-            fragments=tuple(fragments),
             objects={"megatron": _objects(first)},
-            padded=frozenset(key for key, (role, _, name) in keys.items() if name in vocabularies and role != "step"),
-            average=frozenset(key for key, (_, _, name) in keys.items() if name in averages),
         )
 
-    def read(self, index: int) -> Bytes:
-        if not self._tensors:
-            raise ConvertError(f"{self.path}: was closed")
-        tensor, box = self._tensors[index]
-        archives.check(tensor, self.catalog.fragments[index].key)
-        if box is not None:
-            for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-                tensor = tensor.narrow(dim, offset, size)
-        data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return data
 
-    def where(self, index: int) -> Path:
-        """The file that holds a fragment."""
-        return self._files[index]
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(self.path.glob("mp_rank_*/*.pt"))
-
-    def close(self) -> None:
-        self._tensors = []
-
-    def _fragments(self, part: RankTensor, placement: Placement | None) -> Iterator[Fragment]:
-        if placement is None:
-            return
-        role = "buffer" if part.role == "weight" and names.BUFFER.fullmatch(placement.name) else part.role
-        dtype = DTYPE_NAMES.get(part.tensor.dtype)
-        if dtype is None:
-            raise ConvertError(f"{part.file}: {part.name} has the unsupported type {part.tensor.dtype}")
-        # A step is one number, however many boxes its parameter has.
-        for box_map in placement.boxes[: 1 if role == "step" else None]:
-            key = f"{role}/{placement.name}"
-            self._files.append(part.file)
-            if role == "step":
-                self._tensors.append((part.tensor, None))
-                yield Fragment.whole(key, dtype, *placement.of_number(part.shape))
-            else:
-                self._tensors.append((part.tensor, box_map.local))
-                yield Fragment.whole(key, dtype, placement.shape, box_map.box)
+def _stored(part: RankTensor, placement: Placement | None) -> Iterator[Stored]:
+    if placement is None:
+        return
+    role = "buffer" if part.role == "weight" and names.BUFFER.fullmatch(placement.name) else part.role
+    key, dtype = f"{role}/{placement.name}", dtype_name(part.tensor, f"{part.file}: {part.name}")
+    if role == "step":  # one number, however many boxes its parameter has
+        fragment = Fragment.whole(key, dtype, *placement.of_number(part.shape))
+        yield Stored(fragment, part.file, partial(archives.bytes_of, part.tensor, key), average=placement.average)
+        return
+    for box_map in placement.boxes:
+        tensor = part.tensor[tuple(slice(at, at + size) for at, size in zip(*box_map.local, strict=True))]
+        fragment = Fragment.whole(key, dtype, placement.shape, box_map.box)
+        read = partial(archives.bytes_of, tensor, key)
+        yield Stored(fragment, part.file, read, placement.padded, placement.average)
 
 
 def find(path: Path, iteration: int | None) -> Path:
@@ -384,7 +346,9 @@ def _check_alike(states: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: b
             raise ConvertError(f"{lacking}: holds no optimizer, files of other ranks do")
 
 
-def _rank_tensors(coords: Mapping[str, int], file: Path, state: Any, roles: set[str] | None) -> Iterator[RankTensor]:
+def _rank_tensors(
+    coords: Mapping[str, int], file: Path, state: Any, roles: Collection[str] | None
+) -> Iterator[RankTensor]:
     chunks: list[list[RankTensor]] = []
     models = sorted((int(match[1] or 0), key) for key in state if (match := _MODEL.fullmatch(str(key))))
     if not models:
@@ -397,7 +361,7 @@ def _rank_tensors(coords: Mapping[str, int], file: Path, state: Any, roles: set[
             for name, tensor in tensors.items()
         ])  # fmt: skip
     yield from (each for chunk in chunks for each in chunk)
-    if roles is None or roles - {"weight", "buffer"}:
+    if needs_optimizer(roles):
         yield from read_optimizer(file, state.get("optimizer"), chunks)
 
 
