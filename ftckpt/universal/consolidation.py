@@ -68,8 +68,7 @@ class Consolidator:
             if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # contiguous in one fragment
                 return data
             rows = np.empty(need.nbytes, np.uint8) if rows is None else rows
-            moved = [copy._replace(source=copy.source - low) for copy in copies]
-            copy_strided(moved, data, rows, need.item_bytes)
+            copy_strided(copies, data, rows, need.item_bytes, source_begin=low)
         return np.empty(0, np.uint8) if rows is None else rows
 
     def _check_complete(self) -> None:
@@ -214,12 +213,15 @@ def _extent(copies: Sequence[StridedCopy]) -> tuple[int, int]:
     return min(copy.source for copy in copies), max(ends)
 
 
-def copy_strided(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> None:
-    """Perform ``copies`` of elements of ``item_bytes`` between two flat buffers."""
+def copy_strided(
+    copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int, *, source_begin: int = 0,
+    dest_begin: int = 0,
+) -> None:  # fmt: skip
+    """Perform ``copies`` of elements of ``item_bytes`` between two flat buffers, which start at these elements."""
     from_items, to_items = _items(source, item_bytes), _items(dest, item_bytes)
     for copy in copies:
-        from_view = _view(from_items, copy.source, copy.shape, copy.source_strides)
-        _view(to_items, copy.dest, copy.shape, copy.dest_strides)[...] = from_view
+        from_view = _view(from_items, copy.source - source_begin, copy.shape, copy.source_strides)
+        _view(to_items, copy.dest - dest_begin, copy.shape, copy.dest_strides)[...] = from_view
 
 
 def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
@@ -249,8 +251,7 @@ def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> 
         return data[copies[0].source * item_bytes : (copies[0].source + numel) * item_bytes]
     first = min((copy.dest for copy in copies), default=0)  # in the box they are one range
     taken: Bytes = np.empty(numel * item_bytes, np.uint8)
-    moved = [copy._replace(dest=copy.dest - first) for copy in copies]
-    copy_strided(moved, data, taken, item_bytes)
+    copy_strided(copies, data, taken, item_bytes, dest_begin=first)
     return taken
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError, _Unpickler
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _STAND_INS = (
     "builtins.getattr",
 )
 _DAMAGES = (
-    pickle.UnpicklingError, struct.error, EOFError, ArithmeticError, AttributeError, LookupError, TypeError,
+    UnpicklingError, struct.error, EOFError, ArithmeticError, AttributeError, LookupError, TypeError,
     ValueError,
 )  # fmt: skip
 _TYPES: dict[str, Any] = {
@@ -148,7 +148,7 @@ class CheckpointDirectory:
         return sorted(by_file.items())
 
 
-class _DataUnpickler(pickle._Unpickler):
+class _DataUnpickler(_Unpickler):
     """Unpickles data alone; ``torch.load`` cannot: it refuses opcodes of these files.
 
     It imports nothing and calls only the listed types and stand-ins. Based on pickle's Python implementation: that in

@@ -10,12 +10,12 @@ import argparse
 import enum
 import functools
 import os
-import pickle
 import re
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path, PosixPath, PurePath, PurePosixPath
+from pickle import GLOBAL, _Pickler
 from types import SimpleNamespace
 from typing import IO, Any, BinaryIO, cast
 
@@ -149,11 +149,10 @@ def load(path: str | os.PathLike[str]) -> Any:
     if not zipped:
         return _load(where, where)
     data = map_file(Path(where)).data
-    listed = archives.check_all(data, where, storages=False)
+    listed = archives.check_all(data, where, large=False)
     mapped: list[torch.UntypedStorage] = []
     value = _load(where, where, mapped=mapped)
     archives.mark(mapped, listed, data, where)
-    archives.check_small(mapped, value)
     return value
 
 
@@ -221,14 +220,14 @@ def _explain(name: str, error: Exception) -> str:
     return f"{name} cannot be read: {text[:300]}"
 
 
-class _Pickler(pickle._Pickler):
+class _NamePickler(_Pickler):
     """Writes stand-ins under the names of the classes that they stand for, which need not be installed."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """See pickle's Python implementation; that in C requires that the class can be imported."""
         if isinstance(obj, type) and issubclass(obj, StandIn):
             module, _, kind = obj.full_name.rpartition(".")
-            self.write(pickle.GLOBAL + f"{module}\n{kind}\n".encode())  # type: ignore[attr-defined]
+            self.write(GLOBAL + f"{module}\n{kind}\n".encode())  # type: ignore[attr-defined]
             self.memoize(obj)  # type: ignore[attr-defined]
         else:
             super().save_global(obj, name)  # type: ignore[misc]
@@ -237,7 +236,7 @@ class _Pickler(pickle._Pickler):
 def dump(value: Any, file: BinaryIO) -> int:
     """Writes with ``torch.save`` at the end of an open file; returns the number of bytes."""
     before = file.tell()
-    torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
+    torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_NamePickler))
     return file.tell() - before
 
 
