@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ftckpt.array_types import Array, Bytes
 from ftckpt.errors import ConvertError, LostError
-from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
+from ftckpt.model.fragment import Fragment
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import cast_master
 from ftckpt.restore.plan import StridedCopy, overlap, plan
@@ -63,7 +63,7 @@ class Consolidator:
             return self._compared(need)
         rows: Bytes | None = None
         for index, copies in self._touching(need):
-            low, high = _extent(copies)
+            low, high = min(copy.source for copy in copies), max(copy.source_end for copy in copies)
             data = self._reader.read_part(index, low * need.item_bytes, high * need.item_bytes)
             if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # contiguous in one fragment
                 return data
@@ -204,15 +204,6 @@ def master_of(key: str) -> str:
     return MASTER + key.removeprefix(WEIGHT)
 
 
-def _extent(copies: Sequence[StridedCopy]) -> tuple[int, int]:
-    """The range of source elements that ``copies`` read: first, and last (exclusive)."""
-    ends = (
-        copy.source + sum((n - 1) * stride for n, stride in zip(copy.shape, copy.source_strides, strict=True)) + 1
-        for copy in copies
-    )
-    return min(copy.source for copy in copies), max(ends)
-
-
 def copy_strided(
     copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int, *, source_begin: int = 0,
     dest_begin: int = 0,
@@ -234,25 +225,6 @@ def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item
         )
         for copy in copies
     )
-
-
-def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> Bytes:
-    """The elements of ``box`` in ``data``, which holds elements ``start`` to ``stop`` of a flattened tensor of
-    ``shape``; a view of ``data`` if they are contiguous."""
-    if start >= stop:
-        return data[:0]
-    # Only the size of an element matters: any type of that size will do.
-    item_bytes = len(data) // (stop - start)
-    dtype = next(dtype for dtype, nbytes in DTYPE_BYTES.items() if nbytes == item_bytes)
-    have = Fragment("", dtype, tuple(shape), Box((0,) * len(shape), tuple(shape)), start, stop)
-    copies = overlap(have, Fragment.whole("", dtype, tuple(shape), box))
-    numel = sum(copy.numel for copy in copies)
-    if len(copies) == 1 and copies[0].source_strides == (1,):
-        return data[copies[0].source * item_bytes : (copies[0].source + numel) * item_bytes]
-    first = min((copy.dest for copy in copies), default=0)  # in the box they are one range
-    taken: Bytes = np.empty(numel * item_bytes, np.uint8)
-    copy_strided(copies, data, taken, item_bytes, dest_begin=first)
-    return taken
 
 
 def _items(data: Bytes, item_bytes: int) -> Array:

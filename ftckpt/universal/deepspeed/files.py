@@ -108,9 +108,9 @@ class Files:
         """The files with the engine's state."""
         return self.of("model") or self.of("partition")
 
-    def stage(self, place: FileNumbers) -> tuple[int, int]:
-        """Pipeline stage and tensor-parallel rank of a file that has ``mp``."""
-        return divmod(place.mp, self.tp)
+    def coords(self, place: FileNumbers) -> tuple[tuple[str, int]]:
+        """The tensor-parallel rank of a file."""
+        return (("tp", place.mp % self.tp),)
 
 
 def load_mapping(path: Path) -> dict[str, Any]:

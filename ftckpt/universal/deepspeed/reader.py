@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Box, Fragment, Shape
+from ftckpt.model.fragment import Shape
 from ftckpt.model.text import with_article
-from ftckpt.universal.catalog import FileReader, Stored, dtype_name, needs_optimizer
-from ftckpt.universal.consolidation import derived_weights, take
+from ftckpt.universal.catalog import FileReader, needs_optimizer
+from ftckpt.universal.consolidation import derived_weights
 from ftckpt.universal.deepspeed.division import place_by_info
 from ftckpt.universal.deepspeed.files import FileNumbers, Files, find_files, iteration_of, objects_of, precision
-from ftckpt.universal.deepspeed.optimizers import ParameterSlice, parameter_shapes, read_partitions, read_plain
+from ftckpt.universal.deepspeed.optimizers import parameter_shapes, read_partitions, read_plain
 from ftckpt.universal.foreign import archives
+from ftckpt.universal.foreign.slices import ParameterSlice, stored_in
 from ftckpt.universal.language.placing import LocalTensor, Placement, place, place_whole
 from ftckpt.universal.language.spec import Spec
 
@@ -51,11 +50,10 @@ def read_weights(files: Files) -> Iterator[ParameterSlice]:
         for name, tensor in flat_module(path, files.load(path)):
             full_name = _layer_name(path, numbers.layer, name, tuple(tensor.shape), by_tp.get(numbers.mp, {}))
             role = "buffer" if full_name in buffers else "weight"
-            # Stage 0: layer files and numbers do not depend on stages.
-            yield _slice(role, full_name, (0, numbers.mp), tensor, path)
+            yield ParameterSlice.whole(role, full_name, files.coords(numbers), tensor, path)
     for numbers, path in files.of("expert"):
         for name, tensor in flat_module(path, files.load(path)):
-            yield _slice("weight", name, files.stage(numbers), tensor, path)
+            yield ParameterSlice.whole("weight", name, files.coords(numbers), tensor, path)
 
 
 def flat_module(path: Path, module: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,14 +89,14 @@ def _of_module(
     seen: set[tuple[int, Shape]] = set()
     for name, tensor in flat_module(path, module):
         if name in buffers:
-            yield _slice("buffer", name, files.stage(numbers), tensor, path)
+            yield ParameterSlice.whole("buffer", name, files.coords(numbers), tensor, path)
             continue
         # Tied weights share a storage in the file, and so an address.
         where = (tensor.data_ptr(), tuple(tensor.shape))
         if name in elsewhere or name in shared or (tensor.numel() and where in seen):
             continue  # in ZeRO 3 partitions, or another name of a weight that was yielded
         seen.add(where)
-        yield _slice("weight", name, files.stage(numbers), tensor, path)
+        yield ParameterSlice.whole("weight", name, files.coords(numbers), tensor, path)
 
 
 def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[ParameterSlice]:
@@ -106,7 +104,6 @@ def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[Paramete
     state = files.load(path)
     if not files.of("partition"):
         return
-    stage, tp = files.stage(numbers)
     fragments = state.get("frozen_param_fragments") or {}
     for name, sizes in (state.get("frozen_param_shapes") or {}).items():
         shape = tuple(map(int, sizes))
@@ -116,9 +113,8 @@ def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[Paramete
         first = numbers.dp * fragment.numel()
         length = max(0, min(fragment.numel(), math.prod(shape) - first))
         if length:
-            yield ParameterSlice(
-                "weight", name, stage, tp, shape, first, archives.flat(fragment, name)[:length], path
-            )
+            values = archives.flat(fragment, name)[:length]
+            yield ParameterSlice("weight", name, files.coords(numbers), shape, values, path, first)
 
 
 def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> str:
@@ -134,11 +130,6 @@ def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping
     return fitting[0] if fitting else numbered
 
 
-def _slice(role: str, name: str, ranks: tuple[int, int], tensor: torch.Tensor, path: Path) -> ParameterSlice:
-    stage, tp = ranks
-    return ParameterSlice(role, name, stage, tp, tuple(tensor.shape), 0, archives.flat(tensor, name), path)
-
-
 INFO = "universal_checkpoint_info"
 
 
@@ -151,10 +142,10 @@ class DeepSpeedReader(FileReader):
 
     def __init__(self, path: Path, spec: Spec | None = None, roles: Collection[str] | None = None) -> None:
         files = find_files(path)
-        slices = _all_slices(files, roles)
-        places = _places(files, slices, spec)
-        placed = ((each, places.get(_place_key(each))) for each in slices)
-        stored = [one for each, place in placed if place is not None for one in _stored(each, place)]
+        parts = _all_slices(files, roles)
+        places = _places(files, parts, spec)
+        placed = ((each, places.get(_place_key(each))) for each in parts)
+        stored = [one for each, place in placed if place is not None for one in stored_in(each, place, each.role)]
         first = files.models()[0][1]
         state = files.load(first)
         cast = precision(state.get("ds_config"))
@@ -184,10 +175,11 @@ def _all_slices(files: Files, roles: Collection[str] | None) -> list[ParameterSl
 def _check_layers(files: Files, slices: Sequence[ParameterSlice]) -> None:
     """Raises ConvertError if a layer's file is missing: parameter-free layers have none, so weights are compared."""
     if files.of("layer"):
-        weights = {(each.name, each.tp) for each in slices if each.role == "weight"}
+        weights = {(each.name, each.coords) for each in slices if each.role == "weight"}
         for each in slices:
-            if each.role == "master" and (each.name, each.tp) not in weights:
-                raise ConvertError(f"{files.path}: no layer_… file of tp {each.tp} holds the weight {each.name}")
+            if each.role == "master" and (each.name, each.coords) not in weights:
+                where = " ".join(f"{axis} {at}" for axis, at in each.coords)
+                raise ConvertError(f"{files.path}: no layer_… file of {where} holds the weight {each.name}")
 
 
 def _refuse_unknown(files: Files) -> None:
@@ -198,7 +190,7 @@ def _refuse_unknown(files: Files) -> None:
 
 
 def _place_key(part: ParameterSlice) -> tuple[str, int, bool]:
-    return part.name, part.tp, part.role == "buffer"
+    return part.name, dict(part.coords)["tp"], part.role == "buffer"
 
 
 def _places(
@@ -206,9 +198,9 @@ def _places(
 ) -> dict[tuple[str, int, bool], Placement]:
     shapes: dict[tuple[str, int, bool], tuple[Shape, Path]] = {}
     for each in slices:
-        shape, path = shapes.setdefault(_place_key(each), (each.shape, each.path))
+        shape, path = shapes.setdefault(_place_key(each), (each.shape, each.file))
         if shape != each.shape:
-            raise ConvertError(f"{each.name} is {each.shape} in {each.path} and {shape} in {path}")
+            raise ConvertError(f"{each.name} is {each.shape} in {each.file} and {shape} in {path}")
     places = {key: place_whole(key[0], shape) for key, (shape, _) in shapes.items() if key[2]}
     names = sorted({(name, tp) for name, tp, is_buffer in shapes if not is_buffer})
     first = files.load(files.models()[0][1])
@@ -239,31 +231,6 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     """The command-line arguments that the training script stored in the checkpoint."""
     args = state.get("args") or {}
     return dict(args) if isinstance(args, Mapping) else dict(vars(args))
-
-
-def _stored(part: ParameterSlice, placed: Placement) -> Iterator[Stored]:
-    key, dtype, values = f"{part.role}/{placed.name}", dtype_name(part.values, part.path), part.values
-    if part.is_number:
-        fragment = Fragment.whole(key, dtype, *placed.of_number(part.shape))
-        yield Stored(fragment, part.path, partial(archives.bytes_of, values, key))
-        return
-    for box_map in placed.boxes:
-        local, end = box_map.local, part.first + values.numel()
-        start, stop = box_map.within(part.shape, part.first, end)
-        if start >= stop:
-            continue
-        if local.shape[1:] == part.shape[1:]:
-            begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
-            read = partial(archives.bytes_of, values[begin + start : begin + stop], key)
-        else:  # smaller than the part in an inner dimension: its elements are not contiguous
-            read = partial(_taken, part, local, key)
-        fragment = Fragment(key, dtype, placed.shape, box_map.box, start, stop)
-        yield Stored(fragment, part.path, read, placed.padded, placed.average)
-
-
-def _taken(part: ParameterSlice, box: Box, key: str) -> Bytes:
-    data = archives.bytes_of(part.values, key)
-    return take(data, part.shape, box, part.first, part.first + part.values.numel())
 
 
 def _layout(files: Files) -> dict[str, int | str | bool]:

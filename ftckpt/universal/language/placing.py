@@ -6,7 +6,6 @@ placements = place(spec, [LocalTensor("decoder...weight", (96, 64), {"tp": 0, "p
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,12 +44,6 @@ class BoxMap:
 
     local: Box
     box: Box
-
-    def within(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
-        """The range of this box's elements, in row-major order, that elements ``start`` to ``stop`` of the flattened
-        stored tensor of ``shape`` hold."""
-        first, last = (_before(shape, self.local, position) for position in (start, stop))
-        return first, last
 
 
 @dataclass(frozen=True)
@@ -280,22 +273,6 @@ def _check_shapes(spec: Spec, placements: Iterable[Placement | None]) -> None:
         if placement and shapes.setdefault(placement.name, placement.shape) != placement.shape:
             both = f"{shapes[placement.name]} and {placement.shape}"
             raise SpecError(f"{spec.origin}: {placement.name}: ranks that hold it disagree about its shape: {both}")
-
-
-def _before(shape: Shape, box: Box, position: int) -> int:
-    """The number of elements of ``box`` before flat ``position`` in an array of ``shape``."""
-    if position >= math.prod(shape):
-        return box.numel
-    count, rest = 0, position
-    for dim in range(len(shape)):
-        # The index along this dimension of the element at ``position``; elements of the box before it count.
-        at, rest = divmod(rest, math.prod(shape[dim + 1 :]))
-        inner = math.prod(box.shape[dim + 1 :])
-        inside = at - box.offset[dim]
-        if not 0 <= inside < box.shape[dim]:
-            return count + (0 if inside < 0 else box.shape[dim] * inner)
-        count += inside * inner
-    return count
 
 
 def stage_of(coords: Coords) -> Stage:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Fragment, Shape
-from ftckpt.universal.catalog import FileReader, Stored, dtype_name, needs_optimizer
+from ftckpt.universal.catalog import FileReader, Stored, needs_optimizer
 from ftckpt.universal.foreign import archives, pickles
+from ftckpt.universal.foreign.slices import ParameterSlice, stored_in
 from ftckpt.universal.language.placing import LocalTensor, Placement, place
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron import names
@@ -33,19 +32,7 @@ _ALIGNMENT = 64
 _REMEDY = "convert the weights alone with --roles weight,buffer, or save in Megatron's torch_dist format"
 
 
-@dataclass(frozen=True)
-class RankTensor:
-    """A tensor in a rank's file. ``shape`` is the parameter's, also if ``tensor`` is its ``step``."""
-
-    role: str
-    name: str
-    coords: tuple[tuple[str, int], ...]
-    tensor: torch.Tensor
-    shape: Shape
-    file: Path
-
-
-def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[RankTensor]]) -> Iterator[RankTensor]:
+def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[ParameterSlice]]) -> Iterator[ParameterSlice]:
     """Optimizer state of the parameters of a rank's model ``chunks``, which are in the model's order.
 
     Raises:
@@ -76,7 +63,7 @@ def _is_parameter(name: str) -> bool:
     return not name.endswith("_extra_state") and names.BUFFER.fullmatch(name) is None
 
 
-def _by_optimizer(chunks: Sequence[Sequence[RankTensor]], count: int) -> list[list[list[RankTensor]]]:
+def _by_optimizer(chunks: Sequence[Sequence[ParameterSlice]], count: int) -> list[list[list[ParameterSlice]]]:
     """The parameters of each optimizer, by chunk: the second of two is that of experts."""
     if count == 1:
         return [[list(chunk) for chunk in chunks]]
@@ -87,14 +74,14 @@ def _by_optimizer(chunks: Sequence[Sequence[RankTensor]], count: int) -> list[li
 
 
 def _numbered(
-    file: Path, part: Mapping[str, Any], inner: Mapping[str, Any], parameters: Sequence[RankTensor]
-) -> Iterator[RankTensor]:
+    file: Path, part: Mapping[str, Any], inner: Mapping[str, Any], parameters: Sequence[ParameterSlice]
+) -> Iterator[ParameterSlice]:
     masters = part.get("fp32_from_fp16_params") or [()] * len(inner["param_groups"])
     pairs = [(group, stored) for group, stored in zip(inner["param_groups"], masters, strict=True) if group["params"]]
     dealt = _deal(file, [group for group, _ in pairs], parameters)
     half = (torch.float16, torch.bfloat16)
     for (group, stored), mine in zip(pairs, dealt, strict=True):
-        copies = [each for each in mine if each.tensor.dtype in half]
+        copies = [each for each in mine if each.values.dtype in half]
         if len(copies) != len(stored):
             raise ConvertError(f"{file}: {len(stored)} masters for {len(copies)} parameters; {_REMEDY}")
         for each, master in zip(copies, stored, strict=False):
@@ -106,10 +93,10 @@ def _numbered(
 
 
 def _deal(
-    file: Path, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankTensor]
-) -> list[list[RankTensor]]:
+    file: Path, groups: Sequence[Mapping[str, Any]], parameters: Sequence[ParameterSlice]
+) -> list[list[ParameterSlice]]:
     """The parameters of each group: a group without weight decay has biases and one-dimensional parameters."""
-    dealt: list[list[RankTensor]] = [[] for _ in groups]
+    dealt: list[list[ParameterSlice]] = [[] for _ in groups]
     plain = [float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) == 0.0 for group in groups]
     for each in parameters:
         flat = len(each.shape) == 1 or each.name.endswith(".bias")
@@ -126,25 +113,25 @@ def _deal(
     return dealt
 
 
-def _checked(each: RankTensor, role: str, value: torch.Tensor) -> RankTensor:
+def _checked(each: ParameterSlice, role: str, value: torch.Tensor) -> ParameterSlice:
     if role == "step":
-        return replace(each, role=role, tensor=value.reshape(1))
-    if value.shape != each.tensor.shape:
+        return replace(each, role=role, values=value.reshape(1), is_number=True)
+    if tuple(value.shape) != each.shape:
         shapes = f"{tuple(value.shape)} and {each.shape}"
         raise ConvertError(f"{each.file}: {role} of {each.name} and the weight differ in shape: {shapes}; {_REMEDY}")
-    return replace(each, role=role, tensor=value)
+    return replace(each, role=role, values=archives.flat(value, f"{role} of {each.name}"))
 
 
 def _buffered(
-    file: Path, inner: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Sequence[RankTensor]]
-) -> Iterator[RankTensor]:
+    file: Path, inner: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Sequence[ParameterSlice]]
+) -> Iterator[ParameterSlice]:
     """State of the distributed optimizer: flat buffers, one per model chunk and type, parameters in reverse order."""
     steps = {
         float(group["step"])
         for group in inner["param_groups"]
         if isinstance(group.get("step"), (float, torch.Tensor))
     }
-    expected = [(chunk, dtype) for chunk in chunks for dtype in dict.fromkeys(each.tensor.dtype for each in chunk)]
+    expected = [(chunk, dtype) for chunk in chunks for dtype in dict.fromkeys(each.values.dtype for each in chunk)]
     buffers = [
         (types, value)
         for index in sorted(k for k in state if isinstance(k, int))
@@ -156,7 +143,7 @@ def _buffered(
         raise ConvertError(f"{file}: {len(buffers)} buffers, the model should have {len(expected)}; {_REMEDY}")
     for (_, value), (chunk, dtype) in zip(buffers, expected, strict=True):
         # Reversed, as Megatron fills its buffers roughly in the order of the backward pass.
-        mine = [each for each in chunk if each.tensor.dtype == dtype][::-1]
+        mine = [each for each in chunk if each.values.dtype == dtype][::-1]
         # Assumes a single bucket; with several the sizes below disagree, which is an error.
         places = _aligned(mine)
         end = places[-1] + math.prod(mine[-1].shape) if mine else 0
@@ -169,15 +156,16 @@ def _buffered(
                 )
         for each, begin in zip(mine, places, strict=True):
             for role, flat in tensors.items():
-                values = flat[begin : begin + math.prod(each.shape)].view(each.shape)
+                values = flat[begin : begin + math.prod(each.shape)]
                 # The optimizer updates a 32-bit weight itself: its ``param`` is the weight, not a master.
-                own = role == "param" and each.tensor.dtype == torch.float32
-                yield replace(each, role="weight" if own else "master" if role == "param" else role, tensor=values)
+                own = role == "param" and each.values.dtype == torch.float32
+                yield replace(each, role="weight" if own else "master" if role == "param" else role, values=values)
             if len(steps) == 1:
-                yield replace(each, role="step", tensor=torch.tensor(list(steps), dtype=torch.float32))
+                step = torch.tensor(list(steps), dtype=torch.float32)
+                yield replace(each, role="step", values=step, is_number=True)
 
 
-def _aligned(parameters: Sequence[RankTensor]) -> list[int]:
+def _aligned(parameters: Sequence[ParameterSlice]) -> list[int]:
     places, at = [], 0
     for each in parameters:
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
@@ -241,20 +229,10 @@ class MegatronLegacyReader(FileReader):
         )
 
 
-def _stored(part: RankTensor, placement: Placement | None) -> Iterator[Stored]:
-    if placement is None:
-        return
-    role = "buffer" if part.role == "weight" and names.BUFFER.fullmatch(placement.name) else part.role
-    key, dtype = f"{role}/{placement.name}", dtype_name(part.tensor, f"{part.file}: {part.name}")
-    if role == "step":  # one number, however many boxes its parameter has
-        fragment = Fragment.whole(key, dtype, *placement.of_number(part.shape))
-        yield Stored(fragment, part.file, partial(archives.bytes_of, part.tensor, key), average=placement.average)
-        return
-    for box_map in placement.boxes:
-        tensor = part.tensor[tuple(slice(at, at + size) for at, size in zip(*box_map.local, strict=True))]
-        fragment = Fragment.whole(key, dtype, placement.shape, box_map.box)
-        read = partial(archives.bytes_of, tensor, key)
-        yield Stored(fragment, part.file, read, placement.padded, placement.average)
+def _stored(part: ParameterSlice, placement: Placement | None) -> Iterator[Stored]:
+    if placement is not None:
+        is_buffer = part.role == "weight" and names.BUFFER.fullmatch(placement.name)
+        yield from stored_in(part, placement, "buffer" if is_buffer else part.role)
 
 
 def find(path: Path, iteration: int | None) -> Path:
@@ -348,8 +326,8 @@ def _check_alike(states: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: b
 
 def _rank_tensors(
     coords: Mapping[str, int], file: Path, state: Any, roles: Collection[str] | None
-) -> Iterator[RankTensor]:
-    chunks: list[list[RankTensor]] = []
+) -> Iterator[ParameterSlice]:
+    chunks: list[list[ParameterSlice]] = []
     models = sorted((int(match[1] or 0), key) for key in state if (match := _MODEL.fullmatch(str(key))))
     if not models:
         raise ConvertError(f"{file}: has no model")
@@ -357,7 +335,7 @@ def _rank_tensors(
         where = {**coords, "vpp": chunk} if len(models) > 1 else dict(coords)
         tensors = dict(_tensors(state[key]))
         chunks.append([
-            RankTensor("weight", name, tuple(sorted(where.items())), tensor, tuple(tensor.shape), file)
+            ParameterSlice.whole("weight", name, tuple(sorted(where.items())), tensor, file)
             for name, tensor in tensors.items()
         ])  # fmt: skip
     yield from (each for chunk in chunks for each in chunk)
@@ -375,7 +353,7 @@ def _tensors(model: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _places(
-    spec: Spec, tensors: Iterable[RankTensor], args: Mapping[str, Any]
+    spec: Spec, tensors: Iterable[ParameterSlice], args: Mapping[str, Any]
 ) -> dict[tuple[str, tuple[tuple[str, int], ...]], Placement | None]:
     weights = [each for each in tensors if each.role == "weight"]
     stored = [LocalTensor(each.name, each.shape, dict(each.coords)) for each in weights]
