@@ -155,11 +155,11 @@ def _buffered(
                     f"several buckets, whose sizes the file does not record; {_REMEDY}"
                 )
         for each, begin in zip(mine, places, strict=True):
+            # The optimizer updates a 32-bit weight itself: its ``param`` is the weight, not a master.
+            named = {"param": "weight" if dtype == torch.float32 else "master"}
             for role, flat in tensors.items():
                 values = flat[begin : begin + math.prod(each.shape)]
-                # The optimizer updates a 32-bit weight itself: its ``param`` is the weight, not a master.
-                own = role == "param" and each.values.dtype == torch.float32
-                yield replace(each, role="weight" if own else "master" if role == "param" else role, values=values)
+                yield replace(each, role=named.get(role, role), values=values)
             if len(steps) == 1:
                 step = torch.tensor(list(steps), dtype=torch.float32)
                 yield replace(each, role="step", values=step, is_number=True)
