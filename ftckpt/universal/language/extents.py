@@ -24,27 +24,19 @@ def extents(
 ) -> tuple[list[tuple[Extent, ...]], int]:
     """The extents of each of ``num`` ranks, and the logical size of the dimension.
 
-    ``sizes``: the size on each rank, by coordinate; a rank may be absent only if the rule gives it size 0.
+    ``sizes``: the size on each rank, by coordinate.
 
     Raises:
         SpecError: the sizes contradict the rule.
     """
-    stated = [evaluate(size, values, variables) for size in cut.sizes]
-    if stated and len(stated) != num:
-        raise SpecError(f"uneven lists {len(stated)} sizes; there are {num} ranks of {cut.axis}")
-    absent = [rank for rank in range(num) if rank not in sizes and not (stated and stated[rank] == 0)]
+    absent = [rank for rank in range(num) if rank not in sizes]
     if absent:
         raise SpecError(f"{cut.axis} rank {', '.join(map(str, absent))} does not hold it")
-    counts = [sizes.get(rank, 0) for rank in range(num)]
-    if stated and counts != stated:
-        raise SpecError(f"uneven lists sizes {stated}; the ranks of {cut.axis} hold {counts}")
+    counts = [sizes[rank] for rank in range(num)]
     if not cut.uneven and not any(part.unit is not None for part in cut.parts) and len(set(counts)) > 1:
         raise SpecError(f"the ranks of {cut.axis} hold {counts} in dimension {cut.dim}; set uneven: true if they may")
-    if not cut.parts:
-        ends = list(accumulate(counts, initial=0))
-        return [(Extent(0, ends[rank], counts[rank]),) if counts[rank] else () for rank in range(num)], ends[-1]
     parts = [_widths(part, cut, counts, values, variables) for part in cut.parts]
-    return extents_by_rank(parts, counts)
+    return extents_by_rank(parts or [consecutive(counts)], counts)
 
 
 class Part(NamedTuple):
@@ -81,11 +73,9 @@ def _widths(
 ) -> Part:
     num = len(sizes)
     if part.width is None:
-        shares = [evaluate(other.share, values, variables) for other in cut.parts]
-        share, total = evaluate(part.share, values, variables), sum(shares)
-        if min(shares) < 0 or total <= 0 or any(size * share % total for size in sizes):
-            raise SpecError(f"part {part.name}: share {share} of {total} does not divide the sizes {list(sizes)}")
-        return consecutive([size * share // total for size in sizes])
+        if any(size % len(cut.parts) for size in sizes):
+            raise SpecError(f"{len(cut.parts)} equal parts do not divide the sizes {list(sizes)}")
+        return consecutive([size // len(cut.parts) for size in sizes])
     width = evaluate(part.width, values, variables)
     unit = evaluate(part.unit, values, variables) if part.unit is not None else 0
     if unit:
