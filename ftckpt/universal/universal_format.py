@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,10 +52,6 @@ class TensorEntry:
     shape: Shape
     file: str
     checksum: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES or min(self.shape, default=0) < 0:
