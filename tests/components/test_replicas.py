@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from random import Random
@@ -18,7 +19,7 @@ from ftckpt.capture.redundancy import SharePlan, lay_out
 from ftckpt.errors import ConfigError
 from ftckpt.model import replicas
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.replica_groups import DIFFERING, PRIVATE
+from ftckpt.model.replica_groups import DIFFERING, PRIVATE, find_groups, pack
 from ftckpt.model.replicas import (
     WHOLE_SHARE,
     Gather,
@@ -302,6 +303,23 @@ def test_fragments_under_one_code_are_each_captured_whole(
     )
     for rank, view in views.items():
         assert view.private[rank] >= sum(f.nbytes for f in held[rank] if f.key.startswith("a"))
+
+
+def test_groups_of_a_large_job_take_little_more_memory_than_their_hashes() -> None:
+    num_ranks, shared, own = 16_384, 40, 24
+    dice = np.random.default_rng(0)
+    of_groups = dice.integers(1 << 63, size=(num_ranks // 16, shared), dtype=np.uint64)
+    of_ranks = dice.integers(1 << 63, size=(num_ranks, own), dtype=np.uint64)
+    hashes = np.hstack([np.repeat(of_groups, 16, axis=0), of_ranks])
+    entries = np.concatenate([pack(row, rank, num_ranks) for rank, row in enumerate(hashes)])
+    tracemalloc.start()
+    groups = find_groups(entries, num_ranks)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * entries.nbytes
+    expected = np.arange(num_ranks).reshape(-1, 16)
+    assert np.array_equal(sorted(map(tuple, groups.members)), expected)
+    assert set(groups.lengths.tolist()) == {shared}
 
 
 @given(fragments("a"), fragments("b"))
