@@ -43,15 +43,9 @@ class SmpRequest:
 
 
 @dataclass(frozen=True)
-class HelloRequest(SmpRequest):
-    """Identify the SMP: ``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
-
-    WORD = "hello"
-
-
-@dataclass(frozen=True)
 class StatusRequest(SmpRequest):
-    """Report the state: trainers, the SMP's memory, and ``tasks``."""
+    """Identify the SMP by ``version``, ``pid``, ``job``, ``node``, ``configured`` and ``port`` (0: it does not
+    listen), and report its state: trainers, its memory, and ``tasks``."""
 
     WORD = "status"
 
@@ -160,8 +154,8 @@ class PackageRequest(BytesRequest):
 REQUESTS: dict[str, type[SmpRequest]] = {
     kind.WORD: kind
     for kind in (
-        HelloRequest, StatusRequest, ReportRequest, ProtectionRequest, ConfigureRequest, EndRequest, PersistRequest,
-        ChunkRequest, PackageRequest,
+        StatusRequest, ReportRequest, ProtectionRequest, ConfigureRequest, EndRequest, PersistRequest, ChunkRequest,
+        PackageRequest,
     )
 }  # fmt: skip
 

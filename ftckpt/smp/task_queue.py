@@ -66,11 +66,6 @@ class _Workers:
     forecast: TransferForecast
     traffic: TrafficMonitor
 
-    def forget_corruption(self) -> None:
-        """Forget corrupt slots: a restart may have repaired them."""
-        self.checker.forget()
-        self.scrubber.forget()
-
     def refused(self, snapshot: SnapshotId) -> str:
         """An arena whose slot of ``snapshot`` does not match its checksums; "" if none is known."""
         return self.checker.refused(snapshot) or self.scrubber.refused(snapshot)
@@ -149,7 +144,9 @@ class TaskQueue:
             ConfigError: the secret is too short.
         """
         given = dict(description)
-        self._workers.forget_corruption()
+        # A restart may have repaired corrupt slots.
+        self._workers.checker.forget()
+        self._workers.scrubber.forget()
         self.flushes.resume()
         if given == self._description:
             if self.cannot is not None:  # retry
