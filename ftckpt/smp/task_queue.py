@@ -231,8 +231,9 @@ class TaskQueue:
         if target != self._target.snapshot and target not in self._claims:
             self._start_encoding(target)
         self.flushes.want(self.arenas.common_mark(ControlBlock.flush))
-        self._drop_refused(self._target.snapshot)
+        # In this order: the checker forgets a corrupt slot whose file was replaced.
         self._start_check(self._target.snapshot)
+        self._drop_refused(self._target.snapshot)
         # Scrubbing is not urgent: it never delays work that trainers wait for.
         if not self.busy and self._workers.scrubber.due:
             self._tasks.scrub.start(self._workers.scrubber.run())
