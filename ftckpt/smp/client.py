@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ftckpt.memory.directory import SMP_LOCK_NAME, end_smp
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.process import Process
 from ftckpt.smp import IDLE_SECS, READY
-from ftckpt.smp.channel import Deadlines, Trust, connect
+from ftckpt.smp.channel import Trust
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -25,7 +24,7 @@ from ftckpt.smp.requests import (
     PersistRequest,
     SmpRequest,
     StatusRequest,
-    exchange,
+    request_once,
 )
 
 _ANSWER_SECS = 10.0
@@ -93,13 +92,8 @@ class SmpClient:
 
     def _call(self, request: SmpRequest, timeout_secs: float) -> dict[str, Any]:
         """Send one request and return the fields of the reply."""
-        deadline = time.monotonic() + timeout_secs
-        deadlines = Deadlines(timeout_secs, timeout_secs, timeout_secs)
         try:
-            with closing(connect(self.node_dir, timeout_secs)) as channel:
-                channel.end_by(deadline)  # each stage may take what those before it have left
-                channel.greet(Trust(), deadline)
-                reply = exchange(channel, request, deadlines)
+            reply = request_once(self.node_dir, Trust(), request, timeout_secs)
         except PeerError as error:
             raise SmpError(f"the SMP of job {self.job} on node {self.node} does not answer: {error}") from error
         if reply.error:
