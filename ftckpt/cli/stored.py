@@ -12,7 +12,6 @@ from typing import Any
 import xxhash
 
 from ftckpt.errors import StorageError
-from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import is_doubtful, last_shared, newest
 from ftckpt.model.text import human
@@ -29,6 +28,7 @@ from ftckpt.persist.paths import locate
 from ftckpt.persist.retention import VOID_MEANS, pin, pinned, unpin, usable, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
+from ftckpt.restore.progress import Progress
 
 _READ_BYTES = 16 << 20
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -212,10 +212,7 @@ class Flush:
             return
         started_secs, (lineage, slots) = time.monotonic(), self._checked()
         try:
-            with ExitStack() as leases:
-                for slot in slots:
-                    leases.enter_context(slot.lease())
-                written = self._put_all(pending, slots)
+            written = self._put_all(pending, slots)
         except BaseException:
             # Not after this node wrote its marker: the committing node may rely on the files.
             if promised is None:
@@ -271,7 +268,7 @@ class Flush:
             record.objects_used, record.objects_hash, slot.hashes[list(shard.chunks)],
         )  # fmt: skip
         try:
-            pieces = self._paced(slot, contents(shard, image, arena.mapped.slot(slot.slot), entry))
+            pieces = self._paced(contents(shard, image, arena.mapped.slot(slot.slot), entry))
             if compresses:
                 pieces = packed(shard.image, entry.objects_used, pieces, lengths)
             file = pending.write(entry.file, pieces)
@@ -289,12 +286,11 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )
 
-    def _paced(self, slot: CheckedSlot, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+    def _paced(self, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
             # Storage shares the network with other nodes' transfers.
             for wait_secs in chain(self._pace.memory(len(piece)), self._pace.receive()):
                 self._pause(wait_secs)
-            slot.renew()
             if self._over.is_set():
                 raise _Cancellation
             yield piece

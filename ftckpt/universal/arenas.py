@@ -20,8 +20,8 @@ import xxhash
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, MismatchError
-from ftckpt.memory.arena import CONTROL_NAME, Arena
-from ftckpt.memory.control_block import SealId
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import CONTROL_NAME, SealId
 from ftckpt.memory.directory import list_directories
 from ftckpt.memory.image import SlotImage, Span
 from ftckpt.memory.inventory import ArenaReport, report_arena

@@ -370,9 +370,7 @@ def test_checks_of_a_slots_earlier_snapshot_do_not_count(arena: Arena, lineage: 
 def test_an_unchecked_slot_is_verified_as_far_as_it_can_be(arena: Arena) -> None:
     image = arena.image
     fill(arena, 0, 3, hashed=False)
-    seen: list[tuple[int, int]] = []
-    assert not arena.verify(0, lambda *progress: seen.append(progress))
-    assert seen[-1] == (image.file_bytes, image.file_bytes)
+    assert not arena.verify(0)
     flip_slot(arena, image.chunks[1].begin)
     assert not arena.verify(0) and arena.unchecked(0), "a chunk without a hash is neither good nor bad"
     pads = [pad.begin for pad in image.pads if pad.nbytes]

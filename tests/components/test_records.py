@@ -167,7 +167,6 @@ CHECKS = Kind(
         "checked again": changing_checks(lambda file: check(file, 0, OLD, gap=0.5)),
         "encoded": changing_checks(lambda file: file.store_encoded(1, (OTHER, 20))),
         "both": changing_checks(lambda file: check(file, 0, NEW, encoded=True)),
-        "clear": changing_checks(lambda file: file.clear(0)),
         "encoded is revoked": changing_checks(lambda file: file.drop_encoded(0)),
     },
 )
