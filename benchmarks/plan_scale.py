@@ -29,12 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import conclude, environment, parser_of, print_table
 from ftckpt.array_types import Array
 from ftckpt.capture.chunks import CopyPart
-from ftckpt.capture.redundancy import NO_REDUNDANCY, SharePlan, burden, lay_out
+from ftckpt.capture.redundancy import SharePlan, lay_out
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import shard_name
 from ftckpt.model.replica_groups import Groups, find_groups, pack
 from ftckpt.model.replicas import ReplicaSets, identity, without_small
-from ftckpt.model.shares import Shares, bounded_capacities, choose, loads
 from tests.support.choosing import replica_sets
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4), 512: (8, 8, 8), 4096: (8, 16, 32), 16384: (8, 16, 128)}
@@ -171,43 +170,30 @@ def _mixed(hashes: Array, salts: Array) -> Array:
     return np.where(salts == 0, hashes, turned)
 
 
-def compute(exchange: Exchange, capacities: Sequence[int]) -> tuple[ReplicaSets, Shares, Sequence[CopyPart]]:
+def compute(exchange: Exchange) -> tuple[ReplicaSets, Sequence[CopyPart]]:
     """The part of ``assign`` between the description of the state and the manifest, without protection in slots."""
     job = exchange.job
     exchange.start()
     sets = replica_sets(exchange.gather, OWN, job.ranks, exchange.own, lambda indices: [7] * len(indices))
     sets = without_small(sets)
-    shares = choose(*burden(sets, NO_REDUNDANCY), bounded_capacities(capacities))
-    layout = lay_out(exchange.own, sets, OWN, SharePlan(shares.cuts, job.shards, CHUNK_BYTES, NO_REDUNDANCY))
+    layout = lay_out(exchange.own, sets, OWN, SharePlan(job.shards, CHUNK_BYTES))
     exchange.stop()
-    return sets, shares, layout.parts
-
-
-def uneven(job: SyntheticJob, mean_bytes: float) -> list[int]:
-    """Capacities for which weighted shares pay: ranks differ, and early stages have less."""
-    random = np.random.default_rng(1)
-    stages = np.array([job.place(rank)[1] for rank in range(job.ranks)]) / max(1, job.shape[1] - 1)
-    return (mean_bytes * (0.5 + 0.5 * stages) * random.uniform(0.2, 1.8, job.ranks)).astype(int).tolist()
+    return sets, layout.parts
 
 
 def run_case(job: SyntheticJob, repeats: int) -> dict[str, Any]:
     """Time and memory of one job."""
     exchange = Exchange(job)
-    sets, shares, _ = compute(exchange, [1 << 40] * job.ranks)
-    load = loads(sets.runs, shares.cuts, sets.private)
-    capacities = uneven(job, float(load.mean()))
+    compute(exchange)
     secs = []
     for _ in range(repeats):
-        compute(exchange, capacities)
+        compute(exchange)
         secs.append(exchange.secs)
-    del sets, shares
     gc.collect()
     tracemalloc.start()
-    result = compute(exchange, capacities)
+    sets, parts = compute(exchange)
     kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    sets, shares, parts = result
-    assert shares.spill is not None
     return {
         "ranks": job.ranks,
         "layout": " ".join(f"{axis}{size}" for axis, size in zip(("tp", "pp", "dp"), job.shape, strict=True)),
@@ -219,16 +205,12 @@ def run_case(job: SyntheticJob, repeats: int) -> dict[str, Any]:
         "secs_max": max(secs),
         "kept_bytes": kept_bytes,
         "peak_bytes": peak_bytes,
-        "weighted": shares.weighted,
         "share_bytes": sum(part.fragment.nbytes for part in parts),
-        "equal_share_bytes": int(load[OWN]),
-        "capacity_bytes": capacities[OWN],
-        "spill_bytes": {"equal": shares.spill[0], "chosen": shares.spill[1]},
     }
 
 
 HEADS = ["optimizer", "ranks", "layout", "fragments", "groups", "ms"]
-HEADS += ["most ms", "kept MiB", "peak MiB", "share MB", "equal"]
+HEADS += ["most ms", "kept MiB", "peak MiB", "share MB"]
 
 
 def cells(case: Mapping[str, Any]) -> list[str]:
@@ -236,7 +218,7 @@ def cells(case: Mapping[str, Any]) -> list[str]:
     names = [str(case[name]) for name in ("optimizer", "ranks", "layout", "fragments", "groups")]
     times = [f"{case[name] * 1e3:.1f}" for name in ("secs_median", "secs_max")]
     memory = [f"{case[name] / MIB:.2f}" for name in ("kept_bytes", "peak_bytes")]
-    return [*names, *times, *memory, *(f"{case[name] / 1e6:.1f}" for name in ("share_bytes", "equal_share_bytes"))]
+    return [*names, *times, *memory, f"{case['share_bytes'] / 1e6:.1f}"]
 
 
 def verdict(cases: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -21,7 +21,6 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Section, parity_fragment
 from ftckpt.model.replica_groups import WHOLE
 from ftckpt.model.replicas import ReplicaSets, own_parts, run_indices, run_share
-from ftckpt.model.shares import Run
 from ftckpt.parity.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
 from ftckpt.parity.stripes import Stripe, stripes
 
@@ -111,9 +110,8 @@ class Share:
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Inputs that are equal on all ranks: the runs' cuts, every rank's shard name, the chunk size, and the mode."""
+    """Inputs that are equal on all ranks: every rank's shard name, the chunk size, and the mode."""
 
-    cuts: Sequence[Array]
     shards: Sequence[str]
     chunk_bytes: int
     redundancy: Redundancy = NO_REDUNDANCY
@@ -135,7 +133,7 @@ def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: Sh
         # A rank without a replica on another node is in no group; its share is private.
         ranks = next((group for group in job.redundancy.groups(members) if rank in group), (rank,))
         places = np.searchsorted(members, ranks).tolist()
-        cuts = job.cuts[run]
+        cuts = sets.runs[run].cuts
         shares = [
             Share.of(shards[other], run_share(fragments, indices, cuts, place))
             for other, place in zip(ranks, places, strict=True)
@@ -216,20 +214,6 @@ class Replicas:
         # Blocks start at multiples of a chunk, so each has its own chunk; nothing follows the last.
         nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
         return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))
-
-
-def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], Array]:
-    """The runs of ``sets``, with equal shares if protected, and each rank's private bytes plus its redundancy."""
-    private = sets.private.astype(np.int64)
-    runs: list[Run] = []
-    for run in sets.runs:
-        groups = redundancy.groups(run.members)
-        runs.append(replace(run, equal=bool(groups)))
-        for group in groups:
-            # A copy adds one share; parity, one block per chunk of all other members, adds 1/(members - 1) of one.
-            others = 1 if redundancy.mode == "copy" else len(group) - 1
-            private[list(group)] += run.nbytes // len(run.members) // others
-    return tuple(runs), private
 
 
 def _parts(fragments: Sequence[Fragment], pairs: Pairs) -> list[CopyPart]:

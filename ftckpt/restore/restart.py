@@ -445,10 +445,6 @@ class Restart:
             report_verified(events, snapshot.iteration, secs, ages, plans[0].ages)
         return plans[0], traffic
 
-    def capacities(self) -> list[int] | None:
-        """See ``SelectedShards.capacities``."""
-        return self._chosen.capacities()
-
     def close(self) -> None:
         """Unmap the arenas and release the hold on storage."""
         self._context.arenas.close()

@@ -8,17 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from ftckpt.errors import ArenaError, CorruptError, DamagedError, StorageError
+from ftckpt.errors import CorruptError, DamagedError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import gather_all
-from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
-from ftckpt.memory.destinations import LoadTarget, scratch
+from ftckpt.memory.destinations import LoadTarget, TargetPart, scratch
 from ftckpt.memory.directory import arena_path
 from ftckpt.memory.inventory import Inventory
 from ftckpt.memory.locations import SlotAt
@@ -34,6 +32,7 @@ from ftckpt.restore.context import Counts, RestoreContext, total_of
 from ftckpt.restore.decide import worth_keeping
 from ftckpt.restore.load import progress_of
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, ShardRepair
+from ftckpt.restore.redistribute import MESSAGE_BYTES
 from ftckpt.restore.room import Keep, open_slots
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from ftckpt.restore.storage_catalog import ask
@@ -113,7 +112,7 @@ class ShardFetch:
         slots: int,
     ) -> None:  # fmt: skip
         self._context = context
-        self._inventory, self._bad, self._slots = inventory, bad, slots
+        self._inventory, self._slots = inventory, slots
         self._missing = sorted(files.stored.shards.keys() - inventory.good_shards(files.stored.snapshot, bad))
         self.files = files
 
@@ -154,9 +153,14 @@ class ShardFetch:
         build, chunk = job
         file = self.files.get(build.fix.shard)
         span = file.image.chunks[chunk]
-        memory = scratch(span.nbytes, "staging")
-        file.scatter(chunk, [LoadTarget(span.begin, memory)])
-        build.put(chunk, 0, np.frombuffer(memory, np.uint8))
+
+        def parts() -> Iterator[TargetPart]:
+            for piece in span.cut(MESSAGE_BYTES):
+                memory = scratch(piece.nbytes, "staging")
+                yield TargetPart(piece, [LoadTarget(piece.begin, memory)])
+                build.put(chunk, piece.begin - span.begin, np.frombuffer(memory, np.uint8))
+
+        file.scatter(chunk, parts)
         if not build.check(chunk):
             raise CorruptError(
                 f"{build.fix.shard}: chunk {chunk} is correct on storage, and corrupt in memory after the copy: "
@@ -184,28 +188,11 @@ class ShardFetch:
         return Package(image.manifest, self.files.stored.snapshot, 1, hashes, objects, b"".join(volatile))
 
     def _build(self, file: ShardFile, keep: Keep) -> ShardReconstruction:
-        """The reconstruction of a shard: only its bad parts in place, if it has such a slot, or all in a new slot."""
+        """The reconstruction of a shard in a new slot."""
         image, node_dir, package = file.image, self._context.arenas.node_dir, self._package(file)
-        name = arena_path(node_dir, image.manifest).name
-        new = SlotAt(self._context.topology.me.node, name, NEW_SLOT)
+        new = SlotAt(self._context.topology.me.node, arena_path(node_dir, image.manifest).name, NEW_SLOT)
         fix = ShardRepair(package.shard, new, tuple(range(image.num_stepped_chunks)))
-        for at, damage in self._bad.items():
-            if (at.node, at.arena) == (fix.at.node, name) and self._is_of_file(at, damage, file):
-                chunks = tuple(chunk for chunk in damage.chunks if chunk < image.num_stepped_chunks)
-                fix = replace(fix, at=at, chunks=chunks, parts=damage.parts)
         return ShardReconstruction(node_dir, fix, package, self._slots, keep)
-
-    def _is_of_file(self, at: SlotAt, damage: Corruption, file: ShardFile) -> bool:
-        """Whether a slot has the content of the file, apart from its corruption."""
-        if damage.useless:
-            return False
-        try:
-            with closing(Arena.open(self._context.arenas.node_dir / at.arena)) as arena:
-                hashes, snapshot = arena.hashes(at.slot), arena.control.record(at.slot).snapshot
-        except ArenaError:
-            return False
-        same = hashes is not None and np.array_equal(hashes, file.entry.chunk_hashes)
-        return same and snapshot == self.files.stored.snapshot
 
 
 def reads(snapshot: SnapshotId) -> str:
@@ -220,11 +207,9 @@ def report_fetched(events: Events, snapshot: SnapshotId, num_shards: int, usage:
 
 def _seal(builds: Mapping[str, ShardReconstruction], usage: Counts) -> Counts:
     for shard, build in builds.items():
-        if (damage := build.finish()) and not build.fix.in_place:
+        if damage := build.finish():
             raise CorruptError(
                 f"{shard}: {', '.join(damage.names[:3])} is correct on storage, and corrupt in memory after the "
                 "copy: check this node's memory, and start again"
             )
-        if damage:
-            raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is still corrupt", lasting=True)
     return usage

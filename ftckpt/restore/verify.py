@@ -15,6 +15,7 @@ from ftckpt.events import Events, Progress
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.control_block import SlotState
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.destinations import TargetPart
 from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.memory.package import load, package_path
 from ftckpt.memory.slot_file import SlotShard
@@ -120,8 +121,9 @@ class SlotVerifier:
             # A failed reconstruction may have taken the slot since.
             return Corruption(reason="record")
         progress, bad = Progress(f"rank {self._context.group.rank} verifies {shard}"), []
-        expected, chunks = expected_hashes(arena, at.slot), range(len(arena.image.chunks))
-        for chunk, value in enumerate(in_order(self._context.arenas.file(at).take, chunks, self._threads)):
+        expected, file = expected_hashes(arena, at.slot), self._context.arenas.file(at)
+        chunks = ([TargetPart(span, ())] for span in arena.image.chunks)
+        for chunk, value in enumerate(in_order(file.take, chunks, self._threads)):
             if value != expected.get(chunk, value):
                 bad.append(chunk)
             progress(arena.image.chunks[chunk].end, arena.image.file_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from operator import index
@@ -141,12 +140,6 @@ class Checkpointer:
             self.rank.protection.beat(self._boundary, "pause")
             if not self.off:
                 self.snapshots.scheduler.pause()
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """Give a model of the schedule: the ``kinds`` of its spans from its start to the fence, and their relative
-        lengths. Copies follow it until the spans have been measured."""
-        if self.snapshots is not None:
-            self.snapshots.scheduler.expect(kinds, lengths)
 
     def restore(
         self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False,

@@ -17,7 +17,6 @@ from ftckpt.capture.capture import Capture
 from ftckpt.capture.device_copier import make_copier
 from ftckpt.capture.sample import Sampler
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
-from ftckpt.group import gather_bytes
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import PINNING_NAME
 from ftckpt.model import codec
@@ -58,8 +57,7 @@ class Proof(NamedTuple):
 class Shard:
     """This rank's part of each snapshot. ``lay_out``, ``prove`` and ``proves`` are collective.
 
-    ``capture`` is None only if no arena could be allocated. ``capacities[rank]`` in bytes weight the shares of
-    replica sets; None means equal shares.
+    ``capture`` is None only if no arena could be allocated.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class Shard:
     ) -> None:
         self._rank, self._scheduler, self._locality = rank, scheduler, locality
         self._described: Description | None = described
-        self.capacities: list[int] | None = None
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
         self._sampler: Sampler | None = None
@@ -112,11 +109,6 @@ class Shard:
             f"{arena.image.file_bytes * arenas.slots / 1e6:.1f} MB, at {arena.path}"
         )
 
-    def note_capacity(self) -> None:
-        """Store the capacity of this rank's windows for the next start, unless this start had capacities."""
-        if self.capacities is None and self.capture is not None:
-            self.capture.arena.control.mark_capacity(self._scheduler.capacity_bytes)
-
     def prove(self, late: bool, stepped: bool, committed: SnapshotId | None) -> Proof:
         """Verify the assumptions about derived pieces and replicas; rebuild the arenas if they do not hold.
 
@@ -129,11 +121,8 @@ class Shard:
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
             return Proof(stepped)
-        if not assignment.belief.needed:  # the same on all ranks: nothing collective follows
+        if not assignment.assumption.needed:  # the same on all ranks: nothing collective follows
             return Proof(True)
-        stepped, holds = self._look(assignment, stepped)
-        if holds:
-            return Proof(stepped)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
         broken = self._report_broken(assignment, checked)
@@ -154,17 +143,6 @@ class Shard:
         all_odd = tuple(sorted({*chain.from_iterable(odd)}))
         parted = bool(differing) or any(breaks)
         return Proof(any(steps), any(changes), new_arenas, differing, all_odd, parted, ends)
-
-    def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
-        """Whether state may have changed on some rank, and whether the assumptions hold on all. Collective."""
-
-        def look() -> bytes:
-            follows, digests = assignment.belief.look()
-            return bytes([stepped, follows]) + digests
-
-        seen = gather_bytes(self._rank.group, look)
-        holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
-        return any(one[0] for one in seen), holds
 
     @property
     def positions(self) -> int:
@@ -244,8 +222,7 @@ class Shard:
         self._sampler = Sampler(assignment, group.rank, group.size, config.replica_check_interval)
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
-        spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
-        self._rank.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
+        self._rank.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes)
 
     def _assign(self, cast: Collection[str] = ()) -> Assignment:
         config, described, group = self._rank.config, self.state, self._rank.group
@@ -253,8 +230,8 @@ class Shard:
         if self._sharing is None:
             self._sharing = gather_sharing(group, described)
         return assign(
-            group, self._rank.topology, described, room, config.chunk_bytes, self.capacities,
-            self._rank.protection.redundancy, self._sharing, cast,
+            group, self._rank.topology, described, room, config.chunk_bytes,
+            redundancy=self._rank.protection.redundancy, sharing=self._sharing, cast=cast,
         )  # fmt: skip
 
     def _report_far(self, node: int, pages: Mapping[int, int]) -> None:

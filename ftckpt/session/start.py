@@ -139,7 +139,6 @@ def load(rank: RankContext, shard: Shard, checkpoint: LoadedCheckpoint) -> LoadR
         rank.state.flushes.begin(restart.resumption.on_storage)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
-        shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
         of_other = f" of job {other}" if other else ""  # a snapshot directory copied from another job

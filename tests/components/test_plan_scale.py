@@ -35,9 +35,8 @@ def due(job: plan_scale.SyntheticJob) -> float:
 @pytest.mark.parametrize("optimizer", plan_scale.OPTIMIZERS)
 def test_shares_are_what_arithmetic_says(optimizer: str) -> None:
     job = plan_scale.SyntheticJob(64, optimizer)
-    sets, shares, parts = plan_scale.compute(plan_scale.Exchange(job), [1 << 40] * job.ranks)
+    sets, parts = plan_scale.compute(plan_scale.Exchange(job))
     assert abs(sum(part.fragment.nbytes for part in parts) - due(job)) <= CUT_BYTES * len(sets.runs)
-    assert shares.spill == (0, 0)
 
 
 @pytest.mark.parametrize("optimizer", plan_scale.OPTIMIZERS)
@@ -47,7 +46,6 @@ def test_a_large_job_is_planned_in_time_and_in_little_memory(optimizer: str, ran
     assert case["secs_median"] < SLACK * plan_scale.LIMIT_SECS
     assert case["kept_bytes"] < case["peak_bytes"] < plan_scale.LIMIT_BYTES
     assert case["groups"] > (150 if ranks == 16_384 else 20)
-    assert case["spill_bytes"]["chosen"] <= case["spill_bytes"]["equal"]
 
 
 @pytest.mark.slow

@@ -433,11 +433,11 @@ def test_a_mark_after_a_half_written_one_never_goes_back() -> None:
     stores = Stores(memoryview(bytearray(2 * RECORD_BYTES)))
     mark = Mark(stores, 0)
     assert mark.read() is None
-    for number, snapshot in enumerate((OLD, None, OTHER, NEW)):
-        mark.write(snapshot, number)
-        assert mark.read() == (snapshot, number)
+    for snapshot in (OLD, None, OTHER, NEW):
+        mark.write(snapshot)
+        assert mark.read() == (snapshot,)
     stores.data[0:3] = b"\0\0\0"  # one copy is lost
-    assert mark.read() == (NEW, 3)
-    mark.write(OLD, 9)
+    assert mark.read() == (NEW,)
+    mark.write(OLD)
     stores.data[RECORD_BYTES + 20] ^= 1  # now the other one
-    assert mark.read() == (OLD, 9)
+    assert mark.read() == (OLD,)
