@@ -78,30 +78,30 @@ class Bench:
     def ours(self) -> Actions:
         """ftckpt's codecs, verified before."""
         xor, rs = self.chunks[:-1], self.chunks[:-2]
-        parity = encode("xor", xor, self.nbytes, 0, 1)
-        rows = {row: encode("rs", rs, self.nbytes, row, 2) for row in range(2)}
-        for data, code, blocks, losses in ((xor, "xor", {0: parity}, 1), (rs, "rs", rows, 2)):
-            decoded = decode(code, [MISSING] * losses + data[losses:], blocks, self.nbytes, losses)
+        parity = encode(xor, self.nbytes, 0, 1)
+        rows = {row: encode(rs, self.nbytes, row, 2) for row in range(2)}
+        for data, blocks, losses in ((xor, {0: parity}, 1), (rs, rows, 2)):
+            decoded = decode([MISSING] * losses + data[losses:], blocks, self.nbytes, losses)
             assert all(np.array_equal(decoded[index], data[index]) for index in range(losses))
 
-        def encodes(code: str, data: Sequence[Any], row: int, losses: int) -> tuple[int, Callable[[], Any]]:
-            return len(data) * self.nbytes, lambda: encode(code, data, self.nbytes, row, losses, self.out)
+        def encodes(data: Sequence[Any], row: int, losses: int) -> tuple[int, Callable[[], Any]]:
+            return len(data) * self.nbytes, lambda: encode(data, self.nbytes, row, losses, self.out)
 
-        def decodes(code: str, data: Sequence[Any], blocks: Mapping[int, Any], losses: int, lost: int = 1) -> Any:
+        def decodes(data: Sequence[Any], blocks: Mapping[int, Any], losses: int, lost: int = 1) -> Any:
             known = [MISSING] * lost + list(data[lost:])
-            return len(data) * self.nbytes, lambda: decode(code, known, blocks, self.nbytes, losses)
+            return len(data) * self.nbytes, lambda: decode(known, blocks, self.nbytes, losses)
 
-        row_actions = [encodes("rs", rs, row, 2)[1] for row in range(2)]
+        row_actions = [encodes(rs, row, 2)[1] for row in range(2)]
         return {
             "checksum of a chunk": (self.nbytes, lambda: self.arena.hash_chunk(0, 0)),
-            "xor encode": encodes("xor", xor, 0, 1),
-            "xor decode": decodes("xor", xor, {0: parity}, 1),
-            "rs row 0": encodes("rs", rs, 0, 2),
-            "rs row 1": encodes("rs", rs, 1, 2),
+            "xor encode": encodes(xor, 0, 1),
+            "xor decode": decodes(xor, {0: parity}, 1),
+            "rs row 0": encodes(rs, 0, 2),
+            "rs row 1": encodes(rs, 1, 2),
             "rs encode, m=2": (len(rs) * self.nbytes, lambda: [action() for action in row_actions]),
-            "rs row 2": encodes("rs", rs, 2, 3),
-            "rs decode of one, row 1": decodes("rs", rs, {1: rows[1]}, 2),
-            "rs decode of two": decodes("rs", rs, rows, 2, lost=2),
+            "rs row 2": encodes(rs, 2, 3),
+            "rs decode of one, row 1": decodes(rs, {1: rows[1]}, 2),
+            "rs decode of two": decodes(rs, rows, 2, lost=2),
         }
 
     def isa_l(self) -> Actions:
@@ -115,7 +115,7 @@ class Bench:
         whole = np.concatenate(data).tobytes()
         fragments = driver.encode(whole)
         for row in range(2):
-            own = encode("rs", data, self.nbytes, row, 2)
+            own = encode(data, self.nbytes, row, 2)
             # The same code and the same points: otherwise two different amounts of work would be compared.
             assert fragments[len(data) + row][-self.nbytes :] == own.tobytes(), "ISA-L computes other rows"
         decoded = driver.reconstruct(fragments[2:], [0, 1])

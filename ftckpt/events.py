@@ -131,10 +131,6 @@ EVENTS: dict[str, EventKind] = {
         moved_share="share of an iteration by which windows had moved",
         places="how many", iteration_secs="expected length of an iteration",
     ),
-    "replanned": _quiet(
-        "the fence cost too much: windows are measured again", fence_share="of an iteration",
-        overhead_budget="setting"
-    ),
     # Replicas and what is derived.
     "replicas_differ": _loud(
         "replicas differ: from now on each rank copies its own state", fragments="the first of them",

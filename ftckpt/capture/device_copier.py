@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 
-from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import (
     Copier,
@@ -46,7 +45,7 @@ from ftckpt.capture.copier import (
 )
 from ftckpt.capture.copy_plan import CopyPlan
 from ftckpt.capture.driver import Call, batch_copy, device_buffer, on_device, separate_stream
-from ftckpt.capture.registration import PIECE_BYTES, FarPages, Registrar, Slot
+from ftckpt.capture.registration import PIECE_BYTES, Registrar, Slot
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
@@ -91,7 +90,7 @@ class DeviceCopier:
         self._own_stream = own_stream
         current = torch.cuda.current_stream(device)
         self._stream = separate_stream(device) if own_stream else current
-        self._registrar = registrar or Registrar(device, Locality(cores), None, None)
+        self._registrar = registrar or Registrar(device, cores)
         context = partial(on_device, device)
         self._worker = Worker("ftckpt-copy", cores, context=context)
         # Waits for completed copies on the host, so that the first worker can submit the next ones meanwhile.
@@ -228,10 +227,8 @@ class DeviceCopier:
             if not first.xor:
                 copy_chunk(tensors, first, staging, at=begin, non_blocking=True)
             if self._mixed is not None:
-                # In both directions: the part of an XOR from host memory is read from the slot.
                 few = ChunkCopy(0, (Segment(0, 0, ALIGN_BYTES, 0, ALIGN_BYTES),))
                 copy_chunk([self._mixed], few, staging, non_blocking=True)
-                copy_chunk([staging], few, self._mixed, non_blocking=True)
             tried = self._plan  # a reference until the device is done: a refusal clears ``_plan``
             if tried is not None:
                 tried.gather()
@@ -368,26 +365,22 @@ class DeviceCopier:
     def _xor(self, tensors: Sequence[torch.Tensor], part: ChunkCopy, slot: Slot) -> None:
         """Computes the XOR in device memory that only this stream uses, and copies it to the slot.
 
-        Segments in host memory are combined now, into the slot, from which the device reads the result. If the device
-        cannot access the slot, they are combined last, after a staged copy that completes before its call returns.
+        Segments in host memory are combined last, in the slot, after a staged copy that completes before its call
+        returns.
         """
-        (here, left), registered = by_home(tensors, part), self._registrar.covers(slot, part.end)
-        begin, end = part.begin, part.end
-        first = bool(here.segments) and (registered or not left.segments)
-        if first:
-            slot[begin:end].zero_()
-            xor_onto(tensors, here.segments, slot)
-        if not left.segments:
-            return
-        mixed = self._mixed_buffer()
-        if first:
-            copy_chunk([slot], _within_registrations(_bytes(part, begin)), mixed, begin, non_blocking=True)
-        combine(tensors, left.segments, mixed, begin, end, onto=first)
-        if here.segments and not registered:
-            self._through_staging([mixed], _bytes(part, 0), slot, self._stream)
-            xor_onto(tensors, here.segments, slot)
+        here, left = by_home(tensors, part)
+        begin, nbytes = part.begin, part.end - part.begin
+        if left.segments:
+            mixed = self._mixed_buffer()
+            combine(tensors, left.segments, mixed, begin, part.end)
+            result = ChunkCopy(part.chunk, (Segment(0, 0, nbytes, begin, nbytes),))
+            if here.segments:
+                self._through_staging([mixed], result, slot, self._stream)
+            else:
+                self._to_slot([mixed], result, slot)
         else:
-            self._to_slot([mixed], _bytes(part, 0), slot)
+            slot[begin : part.end].zero_()
+        xor_onto(tensors, here.segments, slot)
 
     def _to_slot(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
         if self._registrar.covers(slot, copy.end):
@@ -483,27 +476,19 @@ def _within_registrations(copy: ChunkCopy) -> ChunkCopy:
     return divided(copy, PIECE_BYTES)
 
 
-def _bytes(part: ChunkCopy, start: int) -> ChunkCopy:
-    """A copy of all bytes of ``part`` from one uint8 tensor, starting at its element ``start``."""
-    nbytes = part.end - part.begin
-    return ChunkCopy(part.chunk, (Segment(0, start, nbytes, part.begin, nbytes),))
-
-
 def make_copier(
     clock: Clock,
     own_stream: bool = True,
     tell_copying: TellCopying = tell_nobody,
     *,
-    locality: Locality = Locality(),  # noqa: B008 - frozen
+    cores: Cores = None,
     turns: Path | None = None,
-    tell_far: FarPages | None = None,
     pins: bool = True,
 ) -> Copier:
     """Creates the copier for the clock's device; without ``own_stream``, copies queue behind training's work.
 
-    ``turns``, ``tell_far`` and ``pins`` are passed to the Registrar.
+    ``turns`` and ``pins`` are passed to the Registrar.
     """
     if isinstance(clock, DeviceClock):
-        registrar = Registrar(clock.device, locality, turns, tell_far, pins)
-        return DeviceCopier(clock, own_stream, registrar, locality.cores, tell_copying)
-    return HostCopier(locality.cores, tell_copying)
+        return DeviceCopier(clock, own_stream, Registrar(clock.device, cores, turns, pins), cores, tell_copying)
+    return HostCopier(cores, tell_copying)

@@ -93,8 +93,8 @@ class Share:
     def chunks(self, chunk_bytes: int) -> tuple[int, ...]:
         return tuple(span.nbytes for span in Span(0, self.nbytes).cut(chunk_bytes))
 
-    def strips(self, fragments: Sequence[Fragment], begin: int, end: int) -> Iterator[Segment]:
-        """Segments for bytes ``begin`` to ``end`` of the section; their offsets are relative to ``begin``."""
+    def strips(self, fragments: Sequence[Fragment], begin: int, end: int, at: int) -> Iterator[Segment]:
+        """Segments for bytes ``begin`` to ``end`` of the section, to be placed from offset ``at`` on."""
         # From the part that contains ``begin``; -1 is an empty share.
         for at in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
             (index, part), offset = self.pairs[at], self.offsets[at]
@@ -105,7 +105,7 @@ class Share:
                 # Exact: chunks and parts start at multiples of the element's size.
                 item, start = part.item_bytes, part.start - fragments[index].start
                 skipped, numel = (first - offset) // item, (last - first) // item
-                yield Segment(index, start + skipped, numel, first - begin, last - first)
+                yield Segment(index, start + skipped, numel, at + first - begin, last - first)
 
 
 @dataclass(frozen=True)
@@ -202,15 +202,11 @@ class Replicas:
         size = self._group.chunk_bytes
         for stripe in own_stripes:
             begin = stripe.blocks[0][1] * size
-            stripe_strips = [
-                strip
-                for member, chunk in stripe.data
-                if chunk >= 0
-                for strip in self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size)
-            ]
-            # Sorted by file offset, as ``chunk_copies`` requires.
-            stripe_strips.sort(key=lambda strip: strip.offset)
-            strips += [strip._replace(offset=begin + strip.offset) for strip in stripe_strips]
+            for member, chunk in stripe.data:
+                if chunk >= 0:
+                    strips += self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size, begin)
+        # As ``chunk_copies`` requires.
+        strips.sort(key=lambda strip: strip.offset)
         # Blocks start at multiples of a chunk, so each has its own chunk; nothing follows the last.
         nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
         return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))

@@ -113,7 +113,7 @@ def land(chunk: ChunkPlan, staging: StagingBuffers) -> int:
             data = staging.memory(end - begin)
             yield TargetPart(span, [LoadTarget(begin, data.numpy().data)])
             staging.send(
-                (dest_strip(copy, part.to), source_strip(copy._replace(source=copy.source - begin), data))
+                (dest_strip(copy, part.to), source_strip(copy, data, begin))
                 for part in chunk.parts
                 for copy in reading(part.copy, begin, end)
             )

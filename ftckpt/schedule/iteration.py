@@ -138,17 +138,13 @@ class Profile:
     def add(self, iteration: Iteration) -> None:
         if iteration.kinds != self._kinds:
             self._kinds, self._fresh = iteration.kinds, True
-            self._clear()
+            self._lengths.clear()
+            self._medians, self._behind = None, 0
         if self._fresh:
             self._fresh = False
             return
         self._lengths.append(np.array(iteration.lengths))
         self._behind += 1
-
-    def forget(self) -> None:
-        """Discard all measurements."""
-        self._kinds = ()
-        self._clear()
 
     @property
     def measured(self) -> bool:
@@ -166,7 +162,3 @@ class Profile:
             medians = (rows[middle] + rows[~middle]) / 2
             self._medians, self._behind = IterationForecast(self._kinds, tuple(medians.tolist())), 0
         return self._medians
-
-    def _clear(self) -> None:
-        self._lengths.clear()
-        self._medians, self._behind = None, 0

@@ -186,7 +186,7 @@ class WindowScheduler:
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
             # Excludes waits for turns: the rate of the hardware.
             self._rates.append(copied / max(spent, 1e-9))
-            self._watch_fence(iteration)
+            self.intervals.add_fence(iteration.stall_secs / max(iteration.secs, 1e-9))
             self._report(iteration, passed)
 
     def close(self) -> None:
@@ -250,10 +250,3 @@ class WindowScheduler:
             places=len(timeline.kinds), iteration_secs=sum(timeline.secs),
         )  # fmt: skip
         return plan
-
-    def _watch_fence(self, iteration: Iteration) -> None:
-        """Measure the windows again if the fence costs too much."""
-        share = self.intervals.add_fence(iteration.stall_secs / max(iteration.secs, 1e-9), self._bubbles is not None)
-        if share is not None:
-            self._profile.forget()
-            self._events.emit("replanned", fence_share=share, overhead_budget=self._config.overhead_budget)

@@ -184,9 +184,9 @@ class Checkpointer:
 
     def _restore(self, loaded: LoadedCheckpoint) -> int | None:
         begin, rank = time.perf_counter(), self.rank
-        described, near, scheduler, kept = meet(rank)
+        described, scheduler, kept = meet(rank)
         self.events.end_part("meet")
-        shard = Shard(rank, described, scheduler, near)
+        shard = Shard(rank, described, scheduler)
         snapshots = self.snapshots = SnapshotDriver(rank, shard, scheduler, kept)
         now = load(rank, shard, loaded)
         freed = free_pinned()

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from ftckpt.array_types import Integers
-from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.device_copier import make_copier
@@ -60,10 +59,8 @@ class Shard:
     ``capture`` is None only if no arena could be allocated.
     """
 
-    def __init__(
-        self, rank: RankContext, described: Description, scheduler: WindowScheduler, locality: Locality
-    ) -> None:
-        self._rank, self._scheduler, self._locality = rank, scheduler, locality
+    def __init__(self, rank: RankContext, described: Description, scheduler: WindowScheduler) -> None:
+        self._rank, self._scheduler = rank, scheduler
         self._described: Description | None = described
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
@@ -209,8 +206,7 @@ class Shard:
         config, scheduler = self._rank.config, self._scheduler
         copier = make_copier(
             scheduler.clock, config.schedule != "thread", self._rank.protection.report_copying,
-            locality=self._locality, turns=self._rank.arenas.path / PINNING_NAME, tell_far=self._report_far,
-            pins=config.pin == "on",
+            cores=self._rank.arenas.cores, turns=self._rank.arenas.path / PINNING_NAME, pins=config.pin == "on",
         )  # fmt: skip
         self._assignment = assignment
         try:
@@ -232,14 +228,6 @@ class Shard:
         return assign(
             group, self._rank.topology, described, room, config.chunk_bytes,
             redundancy=self._rank.protection.redundancy, sharing=self._sharing, cast=cast,
-        )  # fmt: skip
-
-    def _report_far(self, node: int, pages: Mapping[int, int]) -> None:
-        found = ", ".join(f"{num} on {other}" for other, num in pages.items())
-        self._rank.events.emit(
-            "environment", name="far slots",
-            text=f"sampled slot pages are not on the device's NUMA node {node}: {found}; copies are slower",
-            remedy="bind each rank to the cores and the memory of its device's NUMA node",
         )  # fmt: skip
 
     def _report_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ftckpt.capture.affinity import Locality, locality
+from ftckpt.capture.affinity import near_cores
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StorageError
@@ -39,7 +39,6 @@ class Preparation(NamedTuple):
     snapshot."""
 
     described: Description
-    near: Locality
     scheduler: WindowScheduler
     kept: LastBoundary | None
 
@@ -96,12 +95,11 @@ def _prepare(rank: RankContext) -> Preparation:
             f"objects need {needed} bytes, but only {room} are reserved: raise --ftckpt-objects-size, which is "
             f"{config.objects_size}"
         )
-    near = locality(device)
-    rank.arenas.cores = near.cores
+    rank.arenas.cores = near_cores(device)
     scheduler = WindowScheduler(
         config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0
     )
-    return Preparation(described, near, scheduler, kept)
+    return Preparation(described, scheduler, kept)
 
 
 def _prepare_storage(config: Config) -> None:

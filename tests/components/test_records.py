@@ -40,7 +40,7 @@ def whole(key: str, shape: int) -> Fragment:
 MANIFEST = Manifest({"dp": 0}, {"dp": 1}, (whole("w", 20000),), (whole("rng", 5),), 40, 8192)
 CHUNKS = len(SlotImage.of(MANIFEST).chunks)
 LENGTHS = (4096, 100, 50)
-GROUP = ParityGroup.of("node", "xor", 1, 4096, [Member(f"dp{i}", "n", f"a{i}", 0, LENGTHS) for i in range(3)])
+GROUP = ParityGroup.of("node", 1, 4096, [Member(f"dp{i}", "n", f"a{i}", 0, LENGTHS) for i in range(3)])
 HOLDER = 2
 """It has fewer blocks than the others, so that it cannot be taken for one of them."""
 

@@ -59,7 +59,7 @@ class World:
         for stripe in stripes(group):
             data = [None if c < 0 else self.chunks[self.chunk(m, c)] for m, c in stripe.data]
             for row, (holder, block) in enumerate(stripe.blocks):
-                found = encode(group.code, data, stripe.length, row, group.losses)
+                found = encode(data, stripe.length, row, group.losses)
                 self.blocks[group.name, holder, block] = found
                 at = block_chunk(group, holder, block)
                 if at is not None:
@@ -104,7 +104,7 @@ def groups(draw: st.DrawFn) -> ParityGroup:
         found.append(Member(f"s{index}", f"n{index}", f"s{index}", draw(st.integers(0, 2)), cut))
     mode = draw(st.sampled_from(["peer", "slots"]))
     if mode == "peer" or code == "rs":
-        return ParityGroup.of("peer", code, losses, CHUNK, found)
+        return ParityGroup.of("peer", losses, CHUNK, found)
     mode = "replica" if code == "xor" else "copy"
     name = slot_group_name(mode, [m.shard for m in found], [m.shard for m in found])
     behind = [m.first + len(m.lengths) for m in found]
