@@ -13,7 +13,7 @@ import xxhash
 
 from ftckpt.array_types import Array
 from ftckpt.capture.chunks import CopyPart
-from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, SlotParts, lay_out
+from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, lay_out
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.group import Group, gather_all, gather_bytes
 from ftckpt.model.fragment import Fragment

@@ -123,8 +123,10 @@ _WORD = torch.int64
 def combine(
     tensors: Sequence[torch.Tensor], segments: Iterable[Segment], target: torch.Tensor, begin: int, end: int
 ) -> None:
-    """Computes the XOR of ``segments`` into ``target``, uint8, which holds file offsets ``begin`` to ``end``. Work on a
-    device is enqueued on the current stream."""
+    """Computes the XOR of ``segments`` into ``target``, uint8, which holds file offsets ``begin`` to ``end``.
+
+    Work on a device is enqueued on the current stream.
+    """
     target = target[: end - begin].zero_()
     xor_onto(tensors, segments, target, begin)
 

@@ -96,8 +96,8 @@ class Share:
     def strips(self, fragments: Sequence[Fragment], begin: int, end: int, at: int) -> Iterator[Segment]:
         """Segments for bytes ``begin`` to ``end`` of the section, to be placed from offset ``at`` on."""
         # From the part that contains ``begin``; -1 is an empty share.
-        for at in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
-            (index, part), offset = self.pairs[at], self.offsets[at]
+        for place in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
+            (index, part), offset = self.pairs[place], self.offsets[place]
             if offset >= end:
                 break
             first, last = max(begin, offset), min(end, offset + part.nbytes)

@@ -50,9 +50,7 @@ class MissingArray(Enum):
 MISSING: Final = MissingArray.MISSING
 
 
-def encode(
-    data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None
-) -> Bytes:
+def encode(data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None) -> Bytes:
     """Compute parity block ``row`` (0 to ``losses`` - 1) of a stripe of ``length`` bytes, in ``out`` or a new array.
 
     ``data`` are uint8 arrays in the stripe's order, each of ``length`` bytes at most; shorter ones are padded with

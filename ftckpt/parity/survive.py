@@ -154,8 +154,8 @@ class Forecast:
         left = self._left_by_arenas(lost)
         if not left:
             return True
-        # Fewer lost chunks are easier to solve: if a few fail, all fail. The first chunks decide most cases. Two periods
-        # of the longest group contain every arrangement of holders.
+        # Fewer lost chunks are easier to solve: if a few fail, all fail. The first chunks decide most cases. Two
+        # periods of the longest group contain every arrangement of holders.
         longest = max((len(self.groups[g].members) for shard in lost for g in self.groups_of[shard]), default=0)
         return not self._unsolved(lost, 1, left) and not any(self._unsolved(lost, few) for few in (2 * longest, None))
 

@@ -6,7 +6,7 @@ Fetched shards are ordinary slots of arenas, on any layout.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import TypeVar
 
@@ -15,7 +15,6 @@ import numpy as np
 from ftckpt.errors import CorruptError, DamagedError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import gather_all
-from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.destinations import LoadTarget, TargetPart, scratch
 from ftckpt.memory.directory import arena_path
 from ftckpt.memory.inventory import Inventory
@@ -29,7 +28,7 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.restore.chunk_reads import finish_together
 from ftckpt.restore.context import Counts, RestoreContext, total_of
-from ftckpt.restore.decide import worth_keeping
+from ftckpt.restore.decide import Decision, worth_keeping
 from ftckpt.restore.load import progress_of
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, ShardRepair
 from ftckpt.restore.redistribute import MESSAGE_BYTES
@@ -37,6 +36,7 @@ from ftckpt.restore.room import Keep, open_slots
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from ftckpt.restore.storage_catalog import ask
 from ftckpt.restore.threads import in_order
+from ftckpt.restore.verify import slots_read_by
 
 READERS = 4
 """Chunks of a rank in flight: storage has a high latency and a high bandwidth."""
@@ -54,15 +54,21 @@ class ShardFiles:
         self._open: dict[str, ShardFile] = {}
 
     def shard(self, at: SlotAt) -> ShardFile:
-        """The file of the shard that a placeholder stands for, see ``places``; raises as ``get``."""
+        """The file of the shard that a placeholder stands for, see ``decision``; raises as ``get``."""
         return self.get(at.arena)
 
-    def places(self, topology: Topology) -> dict[str, SlotAt]:
-        """Placeholder slots for the shards, each on the node of the rank that opens it."""
-        nodes, shards = [member.node for member in topology.members], self.stored.shards
-        if not layouts_differ(topology.layout, self.stored.layout):
-            return {member.shard: SlotAt(member.node, member.shard, NEW_SLOT) for member in topology.members}
-        return {shard: SlotAt(nodes[n % len(nodes)], shard, NEW_SLOT) for n, shard in enumerate(sorted(shards))}
+    def decision(self, topology: Topology) -> Decision:
+        """The decision to restore all shards from here: placeholder slots, each on the node of the rank that opens
+        it."""
+        stored, nodes = self.stored, [member.node for member in topology.members]
+        if not layouts_differ(topology.layout, stored.layout):
+            places = {member.shard: member.node for member in topology.members}
+            ranks = topology.rank_of
+        else:
+            places = {shard: nodes[number % len(nodes)] for number, shard in enumerate(sorted(stored.shards))}
+            ranks = {}
+        sources = {shard: SlotAt(node, shard, NEW_SLOT) for shard, node in places.items()}
+        return Decision(stored.snapshot, sources, layout=stored.layout, ranks=ranks)
 
     def get(self, shard: str) -> ShardFile:
         """The file of a shard; raises StorageError if it is missing or not as expected."""
@@ -103,17 +109,17 @@ class ShardFetch:
     """The fetch of the shards of one snapshot that memory lacks, from storage to slots; ``run`` once, collectively.
 
     Args:
-        inventory: the inventory of all nodes; ``bad``: its slots that failed verification, with their corruption.
+        inventory: the inventory of all nodes; ``bad``: its slots that failed verification.
         slots: the number of slots of an arena that must be created.
     """
 
     def __init__(
-        self, context: RestoreContext, files: ShardFiles, inventory: Inventory, bad: Mapping[SlotAt, Corruption],
+        self, context: RestoreContext, files: ShardFiles, inventory: Inventory, bad: Collection[SlotAt],
         slots: int,
     ) -> None:  # fmt: skip
         self._context = context
         self._inventory, self._slots = inventory, slots
-        self._missing = sorted(files.stored.shards.keys() - inventory.good_shards(files.stored.snapshot, bad))
+        self._missing = set(files.stored.shards.keys() - inventory.good_shards(files.stored.snapshot, bad))
         self.files = files
 
     @property
@@ -130,10 +136,13 @@ class ShardFetch:
         """
         context, snapshot, begin = self._context, self.files.stored.snapshot, time.perf_counter()
         keep = worth_keeping(self._inventory, context.topology, snapshot)
+        mine = slots_read_by(context, self.files.decision(context.topology))
         builds: dict[str, ShardReconstruction] = {}
 
         def make() -> Mapping[str, ShardReconstruction]:
-            builds.update({shard: self._build(self.files.get(shard), keep) for shard in self._mine()})
+            builds.update(
+                {shard: self._build(self.files.get(shard), keep) for shard in mine if shard in self._missing}
+            )
             return builds
 
         with ExitStack() as undo:
@@ -171,14 +180,6 @@ class ShardFetch:
     def _progress(self, chunks: Sequence[tuple[ShardReconstruction, int]]) -> Callable[[int], None]:
         what = f"rank {self._context.group.rank} {reads(self.files.stored.snapshot)}"
         return progress_of(what, sum(build.length(chunk) for build, chunk in chunks))
-
-    def _mine(self) -> Iterator[str]:
-        """The shards that this rank fetches: the one that it continues or, in another layout, its share of all."""
-        topology = self._context.topology
-        same, ranks = not layouts_differ(topology.layout, self.files.stored.layout), topology.rank_of
-        for number, shard in enumerate(self._missing):
-            if (ranks[shard] if same else number % len(ranks)) == self._context.group.rank:
-                yield shard
 
     def _package(self, file: ShardFile) -> Package:
         """The package of a slot: everything but the optimizer-updated chunks."""

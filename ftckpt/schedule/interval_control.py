@@ -72,8 +72,10 @@ class IntervalControl:
             self._follow(self._auto)
 
     def add_fence(self, share: float) -> None:
-        """Add the wait in a snapshot's fence, a ``share`` of its iteration. With ``interval`` auto the interval depends
-        on the total cost alone."""
+        """Add the wait in a snapshot's fence, a ``share`` of its iteration.
+
+        With ``interval`` auto the interval depends on the total cost alone.
+        """
         self._fences.append(share)
         if self._is_auto or not self._budget or len(self._fences) < _FENCES:
             return

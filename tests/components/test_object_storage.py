@@ -79,9 +79,7 @@ def opened(url: str) -> ObjectStorage:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("status", "lasting"), [(401, True), (403, True), (404, True), (500, False)]
-)
+@pytest.mark.parametrize(("status", "lasting"), [(401, True), (403, True), (404, True), (500, False)])
 def test_a_bucket_that_refuses(status: int, lasting: bool, kind: type[Store], url: str) -> None:
     kind.status = status
     with pytest.raises(StorageError) as caught:

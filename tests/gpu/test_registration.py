@@ -199,8 +199,6 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     assert not fake.pinned
 
 
-
-
 def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> None:
     tensors, copies, slot = laid_out()
     registrar = Registrar(CPU, None, pins=False)

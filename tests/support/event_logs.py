@@ -60,7 +60,8 @@ def one_f_one_b(stage: int, pp: int, num_microbatches: int) -> list[tuple[str, f
     """Forward and backward steps of a stage, with begin and end in seconds."""
     warm_up = min(pp - stage - 1, num_microbatches)
     steady = num_microbatches - warm_up
-    steps = [("forward", 0.0)] * warm_up + [("forward", 0.0), ("backward", 0.0)] * steady + [("backward", 0.0)] * warm_up
+    steps = [("forward", 0.0)] * warm_up
+    steps += [("forward", 0.0), ("backward", 0.0)] * steady + [("backward", 0.0)] * warm_up
     first = steps.index(("backward", 0.0))
     steps[0] = "forward", stage * FORWARD
     steps[first] = "backward", (pp - stage - 1) * BACKWARD
