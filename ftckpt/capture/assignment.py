@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 
@@ -16,7 +17,6 @@ from ftckpt.capture.chunks import CopyPart
 from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, lay_out
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.group import Group, gather_all, gather_bytes
-from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
 from ftckpt.model.replicas import (
@@ -39,7 +39,7 @@ class Assignment:
     """This rank's copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
 
     ``derived`` pieces are not copied. ``differing`` names fragments whose replicas differ, with the ranks in the
-    minority; every holder copies its own. ``copied_bytes`` are the optimizer-updated bytes of this rank per snapshot.
+    minority; every holder copies its own.
     """
 
     manifest: Manifest
@@ -47,7 +47,6 @@ class Assignment:
     parts: tuple[CopyPart, ...]
     derived: tuple[Piece, ...]
     differing: Mapping[str, tuple[int, ...]]
-    copied_bytes: int
     assumption: ReplicaAssumption
 
 
@@ -77,34 +76,26 @@ def assign(
         CaptureError: ranks were given different nodes. All three on all ranks together.
     """
     found = _compare(group, described, redundancy, sharing, cast)
-    fragments = [piece.fragment for piece in found.stepped]
     plan = SharePlan([member.shard for member in topology.members], chunk_bytes, redundancy)
-    slot_parts = lay_out(fragments, found.sets, group.rank, plan)
-    volatile = _volatile_parts(described.volatile, len(fragments), topology.me.shard)
+    slot_parts = lay_out([piece.fragment for piece in found.stepped], found.sets, group.rank, plan)
+    volatile = _volatile_parts(described.volatile, len(found.stepped), topology.me.shard)
     manifest = Manifest(
-        coords=topology.me.coords,
-        layout=topology.layout,
-        stepped=_fragments(slot_parts.parts),
-        volatile=_fragments(volatile),
-        sections=slot_parts.sections,
+        topology.me.coords, topology.layout, tuple(part.fragment for part in slot_parts.parts),
+        tuple(part.fragment for part in volatile), objects_bytes, chunk_bytes, slot_parts.sections,
         padded=_padded(described, found.stepped, slot_parts.parts),
         derived=tuple(sorted({piece.fragment.dtype for piece in found.derived})),
-        objects_bytes=objects_bytes,
-        chunk_bytes=chunk_bytes,
-    )
-    return Assignment(
-        manifest, (*found.stepped, *described.volatile), (*slot_parts.parts, *volatile), found.derived,
-        _differing(fragments, found.sets) if found.replicated else {}, _total(manifest.stepped), found.assumption,
     )  # fmt: skip
+    pieces, parts = (*found.stepped, *described.volatile), (*slot_parts.parts, *volatile)
+    return Assignment(manifest, pieces, parts, found.derived, found.differing, found.assumption)
 
 
 class _Comparison(NamedTuple):
-    """This rank's pieces that are copied and derived, and their replica sets."""
+    """This rank's pieces that are copied and derived, their replica sets, and fields as in ``Assignment``."""
 
     stepped: list[Piece]
     derived: tuple[Piece, ...]
     sets: ReplicaSets
-    replicated: bool
+    differing: Mapping[str, tuple[int, ...]]
     assumption: ReplicaAssumption
 
 
@@ -126,20 +117,16 @@ def _compare(
     held = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     replicated = all(view.replicated for view in views)
     sets = without_small(held) if replicated else each_its_own(held)
-    largest_bytes = [view.derived_bytes for view in views]
+    largest_bytes, differing = [view.derived_bytes for view in views], {}
     if replicated:
         largest_bytes += [run.nbytes for run in held.runs]
+        at_odds = np.flatnonzero(sets.group_of == DIFFERING).tolist()
+        differing = {stepped[index].fragment.name: sets.odd.get(index, ()) for index in at_odds}
     assumption = ReplicaAssumption(
         look.sharing.groups.members if replicated else (), look.holdings.of, look.held, max(largest_bytes),
         max(view.num_pieces for view in views),
     )  # fmt: skip
-    return _Comparison(stepped, derived, sets, replicated, assumption)
-
-
-def _differing(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[str, tuple[int, ...]]:
-    """Fragments whose replicas differ, with the ranks in the minority."""
-    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if group == DIFFERING)
-    return {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
+    return _Comparison(stepped, derived, sets, differing, assumption)
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
@@ -155,14 +142,6 @@ def _volatile_parts(volatile: Sequence[Piece], first: int, shard: str) -> tuple[
     # Ranks have different values under one key: the shard's name makes the key unique.
     private = [piece.fragment.with_key(private_key(piece.fragment.key, shard)) for piece in volatile]
     return tuple(CopyPart(first + offset, 0, fragment) for offset, fragment in enumerate(private))
-
-
-def _total(fragments: Iterable[Fragment]) -> int:
-    return sum(fragment.nbytes for fragment in fragments)
-
-
-def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
-    return tuple(part.fragment for part in parts)
 
 
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
