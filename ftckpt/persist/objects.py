@@ -111,12 +111,6 @@ class ObjectStorage(Storage):
         with self._explained(there[0] if there else ""), contextlib.suppress(self._errors.NotFoundError):
             self._obstore.delete(self._store, there)
 
-    def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
-        return []  # a lifecycle rule of the bucket removes parts of aborted uploads
-
-    def discard(self, unfinished: Sequence[str]) -> None:
-        pass
-
     @contextlib.contextmanager
     def _explained(self, name: str, chunks: _ChunkCounter | None = None) -> Iterator[None]:
         """Converts errors of obstore to StorageErrors that name the object and the remedy; an error of ``chunks`` is
