@@ -110,14 +110,21 @@ _WORD = torch.int64
 """Element type of the XOR where alignment allows it: an eighth as many elements as bytes."""
 
 
-def combine(
-    tensors: Sequence[torch.Tensor], segments: Iterable[Segment], target: torch.Tensor, begin: int, end: int
+def combine(  # noqa: PLR0917 - the last one is optional
+    tensors: Sequence[torch.Tensor],
+    segments: Iterable[Segment],
+    target: torch.Tensor,
+    begin: int,
+    end: int,
+    onto: bool = False,
 ) -> None:
     """Computes the XOR of ``segments`` into ``target``, uint8, which holds file offsets ``begin`` to ``end``.
 
-    Work on a device is enqueued on the current stream.
+    The target is zeroed first, unless ``onto``. Work on a device is enqueued on the current stream.
     """
-    target = target[: end - begin].zero_()
+    target = target[: end - begin]
+    if not onto:
+        target.zero_()
     xor_onto(tensors, segments, target, begin)
 
 

@@ -227,8 +227,10 @@ class DeviceCopier:
             if not first.xor:
                 copy_chunk(tensors, first, staging, at=begin, non_blocking=True)
             if self._mixed is not None:
+                # In both directions: the part of an XOR from host memory is read from the slot.
                 few = ChunkCopy(0, (Segment(0, 0, ALIGN_BYTES, 0, ALIGN_BYTES),))
                 copy_chunk([self._mixed], few, staging, non_blocking=True)
+                copy_chunk([staging], few, self._mixed, non_blocking=True)
             tried = self._plan  # a reference until the device is done: a refusal clears ``_plan``
             if tried is not None:
                 tried.gather()
@@ -365,22 +367,26 @@ class DeviceCopier:
     def _xor(self, tensors: Sequence[torch.Tensor], part: ChunkCopy, slot: Slot) -> None:
         """Computes the XOR in device memory that only this stream uses, and copies it to the slot.
 
-        Segments in host memory are combined last, in the slot, after a staged copy that completes before its call
-        returns.
+        Segments in host memory are combined now, into the slot, from which the device reads the result. If the device
+        cannot access the slot, they are combined last, after a staged copy that completes before its call returns.
         """
-        here, left = by_home(tensors, part)
-        begin, nbytes = part.begin, part.end - part.begin
-        if left.segments:
-            mixed = self._mixed_buffer()
-            combine(tensors, left.segments, mixed, begin, part.end)
-            result = ChunkCopy(part.chunk, (Segment(0, 0, nbytes, begin, nbytes),))
-            if here.segments:
-                self._through_staging([mixed], result, slot, self._stream)
-            else:
-                self._to_slot([mixed], result, slot)
+        (here, left), registered = by_home(tensors, part), self._registrar.covers(slot, part.end)
+        begin, end = part.begin, part.end
+        first = bool(here.segments) and (registered or not left.segments)
+        if first:
+            slot[begin:end].zero_()
+            xor_onto(tensors, here.segments, slot)
+        if not left.segments:
+            return
+        mixed = self._mixed_buffer()
+        if first:
+            copy_chunk([slot], _within_registrations(_bytes(part, begin)), mixed, begin, non_blocking=True)
+        combine(tensors, left.segments, mixed, begin, end, onto=first)
+        if here.segments and not registered:
+            self._through_staging([mixed], _bytes(part, 0), slot, self._stream)
+            xor_onto(tensors, here.segments, slot)
         else:
-            slot[begin : part.end].zero_()
-        xor_onto(tensors, here.segments, slot)
+            self._to_slot([mixed], _bytes(part, 0), slot)
 
     def _to_slot(self, tensors: Sequence[torch.Tensor], copy: ChunkCopy, slot: Slot) -> None:
         if self._registrar.covers(slot, copy.end):
@@ -474,6 +480,12 @@ def _parts(copy: ChunkCopy) -> Iterable[ChunkCopy]:
 def _within_registrations(copy: ChunkCopy) -> ChunkCopy:
     """Splits segments at registration boundaries: drivers refuse copies that span two registrations."""
     return divided(copy, PIECE_BYTES)
+
+
+def _bytes(part: ChunkCopy, start: int) -> ChunkCopy:
+    """A copy of all bytes of ``part`` from one uint8 tensor, starting at its element ``start``."""
+    nbytes = part.end - part.begin
+    return ChunkCopy(part.chunk, (Segment(0, start, nbytes, part.begin, nbytes),))
 
 
 def make_copier(

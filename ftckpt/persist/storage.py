@@ -91,6 +91,7 @@ class Storage(ABC):
 
     def discard(self, unfinished: Sequence[str]) -> None:
         """Removes what ``unfinished`` has returned."""
+        self.remove(unfinished)
 
     def _check(self, name: str) -> str:
         parts = name.split("/")

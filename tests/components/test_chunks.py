@@ -134,14 +134,14 @@ def test_the_xor_is_that_of_all_bytes_whatever_was_there(case: XorCase, part_byt
         assert held[segment.offset : segment.offset + segment.nbytes].all()
 
 
-def test_a_target_begins_anywhere_and_goes_onto_what_is_there_where_wanted() -> None:
+def test_a_target_begins_anywhere_and_goes_onto_what_is_there_if_told_to() -> None:
     tensors = [torch.arange(9, dtype=torch.uint8), torch.full((5,), 0x0F, dtype=torch.uint8)]
     segments = [Segment(0, 1, 8, 101, 8), Segment(1, 0, 5, 103, 5)]
     target = torch.full((20,), 0xF0, dtype=torch.uint8)
     combine(tensors, segments, target, 100, 110)
     fresh = [0, 1, 2, 3 ^ 15, 4 ^ 15, 5 ^ 15, 6 ^ 15, 7 ^ 15, 8, 0]
     assert target.tolist() == fresh + [0xF0] * 10
-    xor_onto(tensors, segments, target, at=100)
+    combine(tensors, segments, target, 100, 110, onto=True)
     assert target.tolist() == [0] * 10 + [0xF0] * 10
     xor_onto(tensors, segments, target, at=100)
     assert target.tolist() == fresh + [0xF0] * 10
