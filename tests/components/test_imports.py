@@ -63,9 +63,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "frameworks.entry": {
         "session", "model", "group", "frameworks", "memory.launch_record", "persist.exports", "persist.paths",
     },
-    "megatron": {"session", "frameworks", "schedule.pipeline", "model", "group"},
-    "deepspeed": {"session", "frameworks", "schedule.pipeline", "model", "group"},
-    "torch": {"session", "frameworks", "schedule.pipeline", "model", "group"},
+    "megatron": {"session", "frameworks", "model", "group"},
+    "deepspeed": {"session", "frameworks", "model", "group"},
+    "torch": {"session", "frameworks", "model", "group"},
     "transformers": {"session", "frameworks", "torch"},
     "dcp": {"model", "memory.image", "persist", "restore", "universal", "frameworks.tensors"},
     "lightning": {"frameworks", "torch"},
