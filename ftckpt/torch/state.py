@@ -48,7 +48,7 @@ class PlainState(LiveState):
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
     """
 
-    flags_name = "flags"
+    flags_name, inside = "flags", LOCAL
     replaced_remedy = "attach after the last load, and write into tensors instead of replacing them"
 
     def __init__(
@@ -61,9 +61,9 @@ class PlainState(LiveState):
         self.model = unwrap(model)
         settle_shards(self.model)  # before code that can fail on one rank only: it is collective
         self.is_fenced = self.has_run = False
-        self._optimizer = optimizer
+        self._optimizer, self._lr_scheduler = optimizer, scheduler
         named = {f"objects: {name}": value for name, value in objects.items()}
-        super().__init__({"": self.model}, named, lambda: scheduler, lambda: [optimizer], inside=LOCAL)
+        super().__init__({"": self.model}, named)
         self._comm_hooks = CommHooks(model)
         self._replicated = keeps_replicas(model, self._comm_hooks.are_plain)
         self._buckets = buckets_of(model, self._comm_hooks)
@@ -79,6 +79,12 @@ class PlainState(LiveState):
         self._load_hooks: Callable[[], None] | None = None
         self._num_writes = 0
         self._stepped: tuple[list[Any], list[Any]] = [], []  # trained parameters: DTensors, others
+
+    def _scheduler(self) -> Stateful | None:
+        return self._lr_scheduler
+
+    def _optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [self._optimizer]
 
     def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         boxes = places(self.model)
