@@ -97,6 +97,9 @@ class LiveState:
         shared = {"rng": self.save_rng(), "scheduler": schedulers.save(self._scheduler())}
         return {**shared, **own, "objects": save_all(self._objects)}
 
+    def check_objects(self, objects: Sequence[Mapping[str, Any]], is_reshaped: bool) -> None:
+        """See TrainingState; a subclass compares the kinds of optimizers."""
+
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         schedulers.load(self._scheduler(), objects["scheduler"])  # first: it may write learning rates
         self._load(objects)
@@ -125,6 +128,10 @@ class LiveState:
     def _optimizers(self) -> Sequence[Any]:
         """The optimizers that step tensors, without a framework's wrappers."""
         raise NotImplementedError
+
+    def _settled(self) -> Sequence[Any]:
+        """Optimizers whose state must stay where it is described."""
+        return self._optimizers()
 
     def _owners(self) -> Sequence[torch.Tensor]:
         """Tensors of the state that no module and no optimizer owns."""
@@ -160,7 +167,7 @@ class LiveState:
             yield from ((f"{prefix}{name}", module) for name, module in unwrapped(root.named_modules()))
 
     def _holders(self) -> Holders:
-        return Holders(list(self._roots.values()), self._optimizers(), self._owners())
+        return Holders(list(self._roots.values()), self._settled(), self._owners())
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor."""
@@ -174,7 +181,7 @@ class LiveState:
             for name, buffer in unwrapped(root.named_buffers()):
                 yield "buffer", f"{prefix}{name}", self._memory(buffer)
         yield from (("parameter", name, self._memory(parameter)) for parameter, name in names.items())
-        for index, optimizer in enumerate(self._optimizers()):
+        for index, optimizer in enumerate(self._settled()):
             for what, key, value in state_tensors(optimizer, index, names):
                 yield what, key, self._memory(value)
         yield from (("optimizer's tensor", number, owner) for number, owner in enumerate(self._owners()))
