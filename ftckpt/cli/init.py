@@ -95,12 +95,6 @@ KITS = {
         ("promtool check rules {here}configs/monitoring/alerts.yaml",),
         needs="",
     ),
-    "patches": Kit(
-        "source patches of Megatron-LM, for sites without hooks at run time",
-        ("patches/*.patch", "patches/apply.sh"),
-        ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
-        needs="",
-    ),
 }
 
 
@@ -115,7 +109,7 @@ def add_init(commands: Any) -> None:
 
 
 def shipped() -> Path:
-    """The parent of ``launch``, ``configs`` and ``patches``: in an installed package, or the root of a checkout."""
+    """The parent of ``launch`` and ``configs``: in an installed package, or the root of a checkout."""
     package = Path(ftckpt.__file__).parent
     inside = package / "shipped"
     return inside if inside.is_dir() else package.parent

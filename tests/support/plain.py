@@ -51,6 +51,9 @@ class PlainState:
     def load_objects(self, objects: Any) -> None:
         self.iteration = objects["iteration"]
 
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        pass
+
     def load_reshaped(self, objects: Any, iteration: int) -> None:
         raise UnsupportedError("this job keeps its layout")
 

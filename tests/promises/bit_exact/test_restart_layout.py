@@ -126,6 +126,9 @@ class State:
         assert objects["shard"] == self.layout.topology(self.rank).me.shard
         self.iteration = objects["iteration"]
 
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        pass
+
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         self.told = ([dict(one) for one in objects], iteration)
         self.iteration = objects[0]["iteration"]

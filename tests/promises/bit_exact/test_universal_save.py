@@ -87,6 +87,9 @@ class State:
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         self.iteration = objects["iteration"]
 
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        pass
+
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         raise NotImplementedError
 
