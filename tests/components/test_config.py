@@ -152,7 +152,7 @@ def test_settings_are_named_as_the_user_wrote_them(give: Callable[[], object], s
 def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the script has gone by the time it names them, as one under Hydra has."""
+    """Wherever the script's working directory is when it names them, as under Hydra."""
     here = os.getcwd()
     monkeypatch.chdir(tmp_path)
     config = Config(persist="stored", events="e", arena="a", secret_file="s")

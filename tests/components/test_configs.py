@@ -26,7 +26,8 @@ DEEPSPEED = sorted(CONFIGS.glob("*.json"))
 
 @dataclass(frozen=True)
 class Size:
-    """What a flag file says it is for: billions of parameters (tied or not), GPUs, vocabulary, GB per rank."""
+    """The purpose of a flag file by its own text: billions of parameters (tied or not), GPUs, vocabulary, GB per
+    rank."""
 
     parameters: float
     world: int
@@ -42,7 +43,7 @@ SIZES = {
 
 
 def words_of(name: str) -> list[str]:
-    """As launch/job.sh reads it."""
+    """The flags of a file as launch/job.sh reads it."""
     script = f'source launch/job.sh; read_flags "configs/{name}.flags"; printf "%s\\n" "${{FLAGS[@]}}"'
     return subprocess.run(
         ["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Who may import whom, what must start without torch, and what must never be in the package."""
+"""The import rules of the package, starts without torch, and forbidden names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.repository import ROOT, files_in
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -239,7 +234,7 @@ def test_importing_any_module_changes_nothing() -> None:
 
 @functools.cache
 def names_bound_in(path: Path) -> frozenset[str]:
-    """By a module, and by its functions."""
+    """Names bound by a module and its functions."""
     bound = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""What an object store refuses, by the status of its answer: texts of errors may say anything."""
+"""Refusals of an object store, by the status of its answer: error texts are arbitrary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTING = (
 
 
 class Store(BaseHTTPRequestHandler):
-    """Answers with ``status``, and as its clock says."""
+    """Answers with ``status``, dated by its own clock."""
 
     status, shift_secs = 200, 0.0
     refuses_conditions = False

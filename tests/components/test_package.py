@@ -1,4 +1,4 @@
-"""Packages: what a node keeps of another's shard is whole, and of the snapshot that it names, or refused."""
+"""Packages: a mirrored package is complete, and of the snapshot that it names, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restart can still use, and that nothing else than the rest is given up."""
+"""The snapshots that a restart can still use, and that only others are evicted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from ftckpt.restore.room import Need, make_room
 from ftckpt.session.protection import Arrangement
 from tests.support import choosing, protected
 from tests.support.errors import raises
-from tests.support.protected import LINEAGE, Job, build, contents
+from tests.support.protected import Job, build, contents
 from tests.support.smp_nodes import Seen
+from tests.support.snapshots import LINEAGE
 
 PEER = Modes(peer=True)
 
@@ -112,7 +113,7 @@ def job(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def held(job: Job, *nodes: str) -> list[list[int]]:
-    """Of each arena of the nodes, whether their slots can be read or not."""
+    """The reports of all arenas of the nodes, whether their slots can be read or not."""
     return [held_in(path) for node in nodes or ("a",) for path in list_arenas(job.node_dir(node))]
 
 
@@ -127,7 +128,7 @@ def used(node_dir: Path) -> int:
 
 
 def freed(job: Job, wanted: frozenset[SnapshotId], leave: tuple[str, ...] = ()) -> int:
-    """What was given up; it is what was announced, and what is gone."""
+    """The evicted snapshots, which are the announced ones and the missing ones."""
     node_dir = job.node_dir("a")
     before, arenas = used(node_dir), [path for path in list_arenas(node_dir) if path.name not in leave]
     announced = in_use(arenas).spare(wanted).free_bytes
@@ -222,14 +223,14 @@ def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: p
     old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/[sp]*"))
     old_packages = sum(path.stat().st_blocks * 512 for path in directory.glob(".mirror/*"))
     assert old_packages > 0 and len(list_parity(directory)) == 4
-    holdings, groups = protected.holdings(job), protected.file_groups(job)
+    holdings, groups = protected.holdings(job), protected.groups_of(job)
     same = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
     parity = sum(name.path.stat().st_blocks * 512 for name in list_parity(directory))
     found = same.account("a", directory, 1 << 20, 4)
     assert found.now_bytes == found.later_bytes == (1 << 20) - parity - old_packages
     for rank in range(2):
         Arena.create(directory, new.manifest(rank), 4, 1).close()
-    holdings, groups = protected.holdings(new), protected.file_groups(new)
+    holdings, groups = protected.holdings(new), protected.groups_of(new)
     anew = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
     slots = sum(SlotImage.of(new.manifest(rank)).file_bytes for rank in range(2))
     found = anew.account("a", directory, 1 << 20, 4)

@@ -14,8 +14,8 @@ from ftckpt.capture import registration
 from ftckpt.capture.copier import HostCopier
 from ftckpt.capture.registration import nodes_of, touch
 from ftckpt.memory.mapping import Mapping, create_mapping, join_pages, open_mapping
-from tests.support.device_states import shared_slot
-from tests.support.fake_device import PAGE
+from tests.gpu.device_states import shared_slot
+from tests.gpu.fake_device import PAGE
 from tests.support.waiting import until
 
 NBYTES = 8 << 20

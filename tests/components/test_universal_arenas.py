@@ -1,4 +1,4 @@
-"""Snapshots in arenas as a source: only whole ones, only good bytes, and nothing of two snapshots mixed."""
+"""Snapshots in arenas as a source: only complete ones, only good bytes, and never two snapshots mixed."""
 
 from __future__ import annotations
 

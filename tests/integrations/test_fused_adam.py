@@ -29,7 +29,7 @@ LIBRARIES = {library.name: library for library in fused.libraries()}
 
 @dataclass(frozen=True)
 class Scene:
-    """Arguments of train_gpt, fields of OptimizerConfig, ranks, and the iteration behind which the job stops."""
+    """Arguments of train_gpt, fields of OptimizerConfig, ranks, and the iteration after which the job stops."""
 
     argv: tuple[str, ...] = ()
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ SCENES = {
 
 
 def cases(every: list[Any], quick: list[Any]) -> list[Any]:
-    """Of a checkout all."""
+    """All cases of a checkout; of the stand-ins the quick ones by default."""
     return by_default(every, [case for case in quick if case in every]) if len(LIBRARIES) > 1 else every
 
 

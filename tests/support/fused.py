@@ -15,7 +15,7 @@ from typing import Any
 
 from ftckpt.config import Config
 from tests.support import ds_jobs, jobs, te
-from tests.support.adapters import PLAIN_TINY
+from tests.support.adapters import PlainJob
 
 CHECKOUT = "FTCKPT_TEST_CHECKOUT"
 _TE = "transformer_engine/pytorch/optimizers"
@@ -23,15 +23,15 @@ _TE = "transformer_engine/pytorch/optimizers"
 
 @dataclass(frozen=True)
 class Library:
-    """Who made the optimizer, and its checkout; None: the stand-in."""
+    """The library of the optimizer, and its checkout; None: the stand-in."""
 
     name: str
     checkout: Path | None = None
 
-    def install(self, experts: bool = False) -> type:
+    def install(self) -> type:
         """Install it in a process made for one test; Megatron is imported by its next user."""
         if self.name == "te":
-            te.install(self._release(), self.checkout, experts)
+            te.install(self._release(), self.checkout)
             from transformer_engine.pytorch.optimizers import FusedAdam
         else:
             te.install_apex(self.checkout)
@@ -65,16 +65,15 @@ def libraries() -> list[Library]:
 
 @dataclass(frozen=True)
 class Setup:
-    """A job with the optimizer of ``library``: fields of OptimizerConfig, and whether its experts are TE's."""
+    """A job with the optimizer of ``library``: fields of OptimizerConfig."""
 
     library: Library
     optimizer: dict[str, Any] = field(default_factory=dict)
-    experts: bool = False
 
 
 def prepare(setup: Setup) -> Any:
     """``train_gpt`` with it."""
-    setup.library.install(setup.experts)
+    setup.library.install()
     import train_gpt
 
     train_gpt.OptimizerConfig = functools.partial(train_gpt.OptimizerConfig, **setup.optimizer)
@@ -113,26 +112,27 @@ def _let_deepspeed_know(library: Library) -> None:
 
 
 def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, options: dict[str, Any]) -> jobs.Outcome:
-    """``run`` of launch/train_plain.py, with the optimizer in the place of its own."""
+    """``run`` of launch/train_plain.py with this optimizer."""
     from tests.support.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
     import train_plain
 
-    import ftckpt.torch
-
     train_plain.build_optimizer = lambda args, parameters: kind(parameters, lr=args.lr, **options)
-    job = train_plain.build(train_plain.parse_args([*PLAIN_TINY, *run.argv, "--iterations", str(run.until)]))
-    start = None
+    job = PlainJob(run.argv)
+    checkpointer = None
     if run.settings is not None:
-        config = Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})
-        job.checkpointer = ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config)
-        start = job.checkpointer.restore()
-    rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_plain.train(job)]
-    hashes = train_plain.final_hashes(job)
-    if job.checkpointer is not None:
-        job.checkpointer.close(remove=run.end == "close")
+        checkpointer = job.attach(
+            Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})
+        )
+    start, rows = job.iteration, []
+    while job.iteration < run.until:
+        loss, grad_norm, *_ = job.train_iteration()
+        rows.append((job.iteration, loss, grad_norm))
+    hashes = dict(job.hashes())
+    if checkpointer is not None:
+        checkpointer.close(remove=run.end == "close")
     return jobs.Outcome(start, rows, hashes)
 
 

@@ -1,4 +1,5 @@
-"""All ranks are killed at each step of a change of manifests: what was whole is found, and the job goes on."""
+"""All ranks are killed at each step of a change of manifests: the committed snapshot is found, and the job
+resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
 
 
 def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> None:
-    """Shares change (for rank 1 only unless ``first_too``); snapshots 6 and 7 become whole in the new arenas."""
+    """Shares change (for rank 1 only unless ``first_too``); snapshots 6 and 7 are committed in the new arenas."""
 
     def change(member: arenas.Rank) -> None:
         grown = arenas.SHARE + (8192 if first_too or member.rank else 0)
@@ -67,7 +68,7 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
 def test_killed_at_each_step_of_a_change_of_manifests(
     arena_root: Path, keep: SnapshotId | None, first_too: bool
 ) -> None:
-    """Every rank dies at once; a start of the same job finds the newest whole snapshot and has slots to go on."""
+    """Every rank dies at once; a start of the same job finds the newest committed snapshot and has slots for more."""
     found = set()
     for step in itertools.count(first_step(arena_root, keep, first_too)):
         killed = killed_at(step, lambda: change_manifests(arena_root, keep, first_too))

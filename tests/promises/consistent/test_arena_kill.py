@@ -41,7 +41,7 @@ def node_dir(arena_root: Path) -> Path:
 
 
 def pattern(iteration: int) -> tuple[bytes, bytes]:
-    """What a slot of ``iteration`` holds: bytes of the fragments, objects."""
+    """The contents of a slot of ``iteration``: bytes of the fragments, objects."""
     block = hashlib.sha256(iteration.to_bytes(8, "little")).digest()
     return (block * (NUMEL // 32 + 26))[: NUMEL + 816], block * (1 + iteration % 100)
 
@@ -68,7 +68,7 @@ def write(arena: Arena, slot: int, lineage: bytes, iteration: int) -> None:
 
 
 def write_for_ever(path: Path, first: int) -> None:
-    """Alternate the slots; after each seal, tell the iteration in ``progress`` beside the arena."""
+    """Alternate the slots; after each seal, write the iteration to ``progress`` next to the arena."""
     arena = Arena.open(path, writable=True)
     arena.lock(5)
     progress = np.memmap(path.parent / "progress", np.int64, "r+", shape=(1,))

@@ -222,7 +222,7 @@ _MODEL = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8
 
 
 class SlurmJob:
-    """Two ranks on each of two nodes that train until they are stopped; storage gets what the end brings there alone.
+    """Two ranks on each of two nodes that train until they are stopped; storage gets the final flush alone.
 
     Without a script all four ranks are under one torchrun in a step of a batch script that has nothing else.
     """

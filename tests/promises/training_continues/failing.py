@@ -1,6 +1,6 @@
-"""A training script that fails as it is told: an example of ``launch/`` with one of its functions wrapped.
+"""A training script that fails by plan: an example of ``launch/`` with one of its functions wrapped.
 
-    torchrun ... -m ftckpt.megatron tests/support/failing.py ARGUMENTS OF launch/train_gpt.py
+    torchrun ... -m ftckpt.megatron tests/promises/training_continues/failing.py ARGUMENTS OF launch/train_gpt.py
 
 FTCKPT_TEST_FAILURES names a directory with a list of failures, one for each attempt of the job. Right before one
 acts it writes down process and time, which tells later attempts, and the test, that it did.
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "launch")]
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 from tests.support import constants, killing  # noqa: E402
 
