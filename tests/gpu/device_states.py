@@ -15,7 +15,7 @@ import torch
 from ftckpt.capture import capture as capture_module
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.chunks import ChunkCopy, Segment
-from ftckpt.capture.copier import Flight, TellCopying, tell_nobody
+from ftckpt.capture.copier import Flight
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.memory.control_block import SlotState
 from ftckpt.model.snapshot import SnapshotId
@@ -115,14 +115,9 @@ class Blocked(Always):
 
 
 @contextmanager
-def prepared(
-    slots: Sequence[torch.Tensor],
-    device: torch.device,
-    own_stream: bool = True,
-    tell_copying: TellCopying = tell_nobody,
-) -> Iterator[DeviceCopier]:
+def prepared(slots: Sequence[torch.Tensor], device: torch.device, own_stream: bool = True) -> Iterator[DeviceCopier]:
     """A copier whose registration is through, one way or the other."""
-    copier = DeviceCopier(DeviceClock(device), own_stream, tell_copying=tell_copying)
+    copier = DeviceCopier(DeviceClock(device), own_stream)
     copier.prepare(slots)
     assert copier.pin_now(SECS)
     try:

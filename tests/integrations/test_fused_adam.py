@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from ftckpt.errors import UnsupportedError
-from tests.support import ds_jobs, fused, jobs
+from tests.integrations import fused
+from tests.support import ds_jobs, jobs
 from tests.support.ds_jobs import BF16, fp16, zero
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default

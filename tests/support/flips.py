@@ -68,9 +68,9 @@ def of_distributed(path: Path) -> list[Record]:
 
 
 @contextlib.contextmanager
-def flipped(record: Record, at: int | None = None) -> Iterator[None]:
-    """One bit of a record is another one, in the middle or at byte ``at``."""
-    place = record.begin + (record.nbytes // 2 if at is None else at)
+def flipped(record: Record) -> Iterator[None]:
+    """One bit in the middle of a record is flipped."""
+    place = record.begin + record.nbytes // 2
     flip(record.file, place, 2)
     try:
         yield

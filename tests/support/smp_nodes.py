@@ -162,13 +162,13 @@ def describe(
 class Smp:
     """Tasks of one node in a thread of this process."""
 
-    def __init__(self, node: Node, deadlines: Deadlines = QUICK) -> None:
+    def __init__(self, node: Node) -> None:
         self.node, self.events = node, Seen()
-        self.tasks = TaskQueue(node.dir, self.events, deadlines)
+        self.tasks = TaskQueue(node.dir, self.events, QUICK)
         self.tasks.trains = False  # checksums of all that is sealed, where no mark says what is whole
         self.find = self.tasks.service.find  # a test may put its own in front
         self.asked: list[BytesRequest] = []
-        self.server = Server({}, find=self._find, events=self.events, deadlines=deadlines)
+        self.server = Server({}, find=self._find, events=self.events, deadlines=QUICK)
         self.port = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -4,8 +4,8 @@ TE cannot be built without CUDA. Mirrored from its sources at v2.2, v2.4 and v2.
 delayed scaling has, under which attributes, when they are made, reduced and updated; what ``get_extra_state`` gives;
 FusedAdam's state. FP8 values are those of torch's types; sums are torch's own. Differences of releases are noted.
 
-``install`` replaces the package and reloads Megatron, in a process made for one test. Given a checkout, its optimizers
-are the real Python over kernels in torch (``real.py``).
+``install`` replaces the package and reloads Megatron, in a process made for one test. Given a checkout, its
+optimizers are the real Python over kernels in torch (``real.py``).
 """
 
 from __future__ import annotations
