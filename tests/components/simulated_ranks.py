@@ -421,8 +421,7 @@ class Job:
         return [rank for rank in self.ranks if not rank.state.off]
 
     def start(self) -> None:
-        """A new attempt restores the newest snapshot that all ranks have; none older than a rank knew to be
-        committed."""
+        """A new attempt restores the newest snapshot of all ranks; none older than a rank knew to be committed."""
         known = self.knows.state.committed if self.lives else None
         self.wrong = False
         common = set.intersection(*(rank.sealed for rank in self.ranks))
@@ -508,7 +507,7 @@ class Job:
         assert not any(other.state.off for other in absent), "a rank waits for one that turned off"
 
     def prove(self, number: int) -> bool:
-        """The effect of a proof on all ranks at once: it is collective, and so is a new layout. False: ranks are
+        """The effect of a proof on all ranks at once: it is collective, as is a new layout. False: ranks are
         missing."""
         if number in self.proven:
             return True

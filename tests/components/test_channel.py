@@ -147,8 +147,7 @@ def dial(server: Server) -> socket.socket:
 
 
 def received_in_time(sock: socket.socket, opening: bytes) -> bytes:
-    """The bytes sent to a client that sends ``opening``, until it is disconnected in time, also where it sends
-    nothing."""
+    """The bytes sent to a client that sends ``opening``, even nothing, until it is disconnected in time."""
     received, begun = b"", time.monotonic()
     sock.sendall(opening)
     with suppress(ConnectionError):

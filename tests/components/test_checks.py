@@ -1,5 +1,4 @@
-"""The SMP's checks: whichever store is the last, and whatever bit flips, no reader gets a result that was not
-found."""
+"""The SMP's checks: whichever store is the last, whatever bit flips, no reader gets a result that was not found."""
 
 from __future__ import annotations
 

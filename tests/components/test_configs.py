@@ -26,8 +26,7 @@ DEEPSPEED = sorted(CONFIGS.glob("*.json"))
 
 @dataclass(frozen=True)
 class Size:
-    """The purpose of a flag file by its own text: billions of parameters (tied or not), GPUs, vocabulary, GB per
-    rank."""
+    """The purpose of a flag file by its text: billions of parameters (tied or not), GPUs, vocabulary, GB per rank."""
 
     parameters: float
     world: int

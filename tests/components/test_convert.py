@@ -33,8 +33,7 @@ NUMPY = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
 
 
 class Memory(Reader):
-    """A source of arrays: each fragment's elements are those of its tensor in ``whole``, unless ``changed`` has
-    others."""
+    """A source of arrays: the elements of fragments are those in ``whole``, unless ``changed`` has others."""
 
     def __init__(self, whole: Mapping[str, np.ndarray], fragments: Sequence[Fragment], **more: object) -> None:
         self.whole = whole

@@ -251,8 +251,7 @@ def go_through(bubbles: Bubbles, dice: random.Random) -> None:
 @pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_iterations_with_failures_drops_and_slow_threads(seed: int, queued: bool, follow: Following) -> None:
-    """Snapshots as by a checkpointer: begin, places, fence, write, settle; the next one when nothing runs any
-    more."""
+    """Snapshots as by a checkpointer: begin, places, fence, write, settle; the next one when nothing runs."""
     dice = random.Random(seed)
     live, slot, bubbles = torch.zeros(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), Bubbles(queued)
     with closing(HostCopier()) as copier:

@@ -15,8 +15,7 @@ CORES = 4.0
 
 
 class Machine:
-    """Cores; other processes want ``busy`` of them while the SMP works or is throttled. The SMP takes from both
-    alike."""
+    """Cores; other processes want ``busy`` of them, also while the SMP works. It takes from both alike."""
 
     def __init__(self, busy: float, share: float = 0.1) -> None:
         self.now, self.used, self.idle, self.busy = 100.0, 7.0, 50.0, busy
@@ -102,8 +101,7 @@ intr 1977 {many}
 
 
 def test_cores_are_counted_as_the_kernel_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time of the given cores: waits for a disk are idle, a hypervisor's part is not, a guest's is in ``user``
-    already."""
+    """Waits for a disk are idle time, a hypervisor's part is not, a guest's is in ``user`` already."""
     monkeypatch.setattr("builtins.open", lambda path: io.StringIO(STAT))
     monkeypatch.setattr(cores_module.os, "sysconf", lambda name: 100)
     assert core_secs({0, 1}) == CoreSecs(10.0, 14.7)

@@ -1,5 +1,4 @@
-"""Host settings that would delete a job's snapshots, on pretended hosts: reported where they apply, silent
-elsewhere."""
+"""Host settings that would delete a job's snapshots, on pretended hosts: reported where they apply alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The flush scheduler: what ranks conclude from the same vote results, what is flushed when, and what is pinned
-meanwhile."""
+"""The flush scheduler: ranks conclude from the same vote results what to flush when, and what to pin meanwhile."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def test_the_jobs_of_the_jobset_are_valid(release: str) -> None:
 
 
 def test_the_jobset_is_one() -> None:
-    """Checks with the models that Kubeflow's trainer generates from the resource's schema: types when they are read,
-    names by the round trip."""
+    """Checks with the models of Kubeflow's trainer, made of the resource's schema: types, and names by a round
+    trip."""
     models = importlib.import_module("kubeflow_trainer_api.models")
     manifest = load(ROOT / "launch/k8s/jobset.yaml")
     (job,) = manifest["spec"]["replicatedJobs"]
@@ -91,8 +91,7 @@ def test_the_jobset_is_one() -> None:
 
 
 def test_the_pytorchjob_is_one() -> None:
-    """Checks with the models that Kubeflow's training operator publishes: required fields when they are read, names
-    by the round trip."""
+    """Checks with the models of Kubeflow's training operator: required fields, and names by a round trip."""
     training = importlib.import_module("kubeflow.training")
     manifest = load(ROOT / "launch/k8s/pytorchjob.yaml")
     reply = type("Reply", (), {"data": json.dumps(manifest)})

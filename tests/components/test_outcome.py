@@ -51,8 +51,7 @@ def test_starts_are_counted_until_a_snapshot_is_made() -> None:
 
 
 def test_an_attempt_that_comes_further_than_all_before_it_ends_the_row() -> None:
-    """It resumes from checkpoints of its script. An attempt that fails where others did is counted, from the
-    first."""
+    """It resumes from checkpoints of its script. Attempts that fail at the same place are counted, from the first."""
     run = "a"
     reached = (99, 4, 8, 8, 12, 12, 11, 12)  # the first of these is of another launcher run
     assert [LauncherRun(run).begin("j", at) for at in reached] == [0, 1, 0, 1, 0, 1, 2, 3]
@@ -160,8 +159,7 @@ def test_an_error_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Reported by the first rank of a machine; errors that all ranks raise on the machine of rank 0. Without a record
-    by each rank."""
+    """By the first rank of a machine; errors of all ranks on the machine of rank 0. Without a record by each rank."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert [launcher.refuse(error) for _ in range(3)] == [2, 2, 2]

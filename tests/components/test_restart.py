@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import xxhash
 from test_load import run_ranks
 
 from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
@@ -40,7 +39,7 @@ from tests.support.errors import raises
 from tests.support.flips import flip
 from tests.support.protected import Job, build, contents, flip_chunk
 from tests.support.smp_nodes import Seen
-from tests.support.snapshots import LINEAGE, slot_of
+from tests.support.snapshots import LINEAGE, seal, slot_of, store
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -527,17 +526,9 @@ class Model:
             private = tuple(fragment.with_key(private_key(fragment.key, f"dp{rank}")) for fragment in held[1:])
             manifest = Manifest({"dp": rank}, self.topology.layout, held[:1], private, 400, 4096)
             with closing(Arena.create(self.node_dir(node), manifest, 2)) as arena:
-                arena.control.begin(0)
-                encoded = objects.encode({"rank": rank})
-                with arena.slot(0) as view:
-                    for offset, value in zip(arena.image.offsets, self.values(rank), strict=False):
-                        view[offset : offset + value.nbytes] = value.tobytes()
-                    begin = arena.image.objects.begin
-                    view[begin : begin + len(encoded)] = encoded
-                for chunk in range(len(arena.image.chunks)):
-                    arena.control.set_chunk_hash(0, chunk, arena.hash_chunk(0, chunk))
-                arena.control.set_objects(0, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-                arena.control.seal(0, SnapshotId(LINEAGE, iteration))
+                parts = [value.tobytes() for value in self.values(rank)][: len(manifest.fragments)]
+                store(arena, 0, parts, objects.encode({"rank": rank}))
+                seal(arena, 0, iteration, True, LINEAGE)
 
     def state(self, rank: int) -> State:
         return State([Piece(f, torch.full((f.numel,), -1.0)) for f in self.fragments(rank)])

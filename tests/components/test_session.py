@@ -1,5 +1,4 @@
-"""What ranks conclude from the same vote results: when a snapshot is due or proven, what is protected, what is
-pinned."""
+"""The session: ranks conclude from the same vote results when to snapshot and prove, what to protect and pin."""
 
 from __future__ import annotations
 

@@ -367,8 +367,7 @@ def _kind(*operands: torch.Tensor) -> tuple[int, bool]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, batches: bool = False) -> FakeDevice:
-    """Replaces torch.cuda by ``FakeDevice``, with registrations of 16 KiB; ``batches``: its calls take many
-    copies."""
+    """Replaces torch.cuda by ``FakeDevice``, registrations of 16 KiB; ``batches``: its calls take many copies."""
     made = FakeDevice()
     runtime = SimpleNamespace(cudaHostRegister=made.register, cudaHostUnregister=made.unregister)
     replaced = {

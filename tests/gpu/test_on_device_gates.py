@@ -1,5 +1,4 @@
-"""Copies concurrent with training on a real CUDA or ROCm device: gates, measured times, throughput, graph
-captures."""
+"""Copies during training on a real CUDA or ROCm device: gates, measured times, throughput, graph captures."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeyp
 def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies through the staging buffer would delay training. A snapshot that is cheap compared with an iteration, or
-    late, need not wait."""
+    """Copies through the staging buffer would delay training. A snapshot that is cheap, or late, need not wait."""
     snapshots = DeviceSnapshots(monkeypatch, settled=False)
     capture, release = snapshots.capture, threading.Event()
     monkeypatch.setattr(registration, "pin_pages", lambda *_: release.wait(SECS))

@@ -335,8 +335,7 @@ def test_an_engine_is_attached_by_hand_with_objects(arena_root: Path) -> None:
 
 
 def loaded_in_training(rank: int, world_size: int, arena: str, folder: str) -> None:
-    """A script rolls back to its own checkpoint, trains on, and dies before it has reached the same iteration
-    again."""
+    """A script rolls back to its own checkpoint, trains, and dies before it has reached the same iteration."""
 
     engine = initialize(section(arena, events=f"{folder}/events", schedule="sync"))
     for _ in range(2):

@@ -67,8 +67,7 @@ LAYOUTS: list[tuple[int, dict[str, int], tuple[str, ...], tuple[str, ...]]] = [
 
 @dataclass(frozen=True)
 class RankDescription:
-    """The description by one rank: its fragments, padded keys, and the losses of tokens (none before the last
-    stage)."""
+    """The description by one rank: fragments, padded keys, and losses of tokens (none before the last stage)."""
 
     fragments: list[Fragment]
     padded: frozenset[str]

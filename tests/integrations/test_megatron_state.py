@@ -64,8 +64,7 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
 
 
 def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -> dict[str, Any]:
-    """The objects of a rank of another layout after it has loaded these; generators are compared by the table of
-    reshapes."""
+    """The objects of a rank of another layout after it has loaded these, except generators."""
     from ftckpt.megatron.optimizers import leaf_optimizers
 
     job, state = jobs.built(*argv)

@@ -1,5 +1,4 @@
-"""Jobs of two pods that follow the manifests: containers and pods die, and are deleted; the job restarts from memory
-or storage."""
+"""Jobs of two pods by the manifests: containers and pods die or are deleted; the job restarts."""
 
 from __future__ import annotations
 

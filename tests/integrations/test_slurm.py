@@ -1,5 +1,4 @@
-"""The batch scripts on real Slurm daemons: two nodes with memories of their own. A job from start to end, and all its
-kinds of ends."""
+"""The batch scripts on real Slurm daemons: two nodes with memories of their own. A job's life, and its ends."""
 
 from __future__ import annotations
 
@@ -137,8 +136,7 @@ def test_a_time_limit_without_notice(lab: SlurmLab) -> None:
 
 @pytest.mark.parametrize("script", BATCH)
 def test_another_job_takes_the_nodes(lab: SlurmLab, script: str) -> None:
-    """The steps get the notice GraceTime before the end: all is saved and the nodes are free before half of it is
-    over."""
+    """The steps get the notice GraceTime before the end: all is saved before half of it is over."""
     job = SlurmJob(lab, script)
     job.trains_beyond(10)
     done = lab.root / "done"

@@ -1,5 +1,4 @@
-"""Metrics as Prometheus gets them from a real SMP: served on request, or written to a file that is removed with
-it."""
+"""Metrics as Prometheus gets them from a real SMP: served on request, or in a file that is removed with it."""
 
 from __future__ import annotations
 

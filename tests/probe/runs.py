@@ -33,8 +33,7 @@ _LOADED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)
 
 @dataclass
 class Run:
-    """One training run: its folder, and the number of ranks of each launch (restarts by its agent are not separate
-    launches)."""
+    """One training run: its folder, and the number of ranks of each launch (not of each restart by its agent)."""
 
     folder: Path
     program: Program

@@ -209,8 +209,7 @@ class Smp:
         until(lambda: self.node.encoded(iteration), "encoded")
 
     def settle(self, looks: int = 4) -> None:
-        """Waits until it has scanned so many times more and found nothing to do: what is not done then will not
-        be."""
+        """Waits for so many scans that find nothing to do: what is not done then will not be."""
         enough = self._idle_looks + looks
         until(lambda: self._idle_looks >= enough or self.failures, "nothing to do")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,22 @@ LINEAGE = b"n" * 16
 Bytes = npt.NDArray[np.uint8]
 
 
-def write(arena: Arena, slot: int, iteration: int) -> None:
-    """The bytes of a snapshot; the slot stays WRITING until ``seal``."""
+def store(arena: Arena, slot: int, parts: Iterable[bytes], encoded: bytes) -> None:
+    """Store the bytes of all fragments and of the objects; the slot stays WRITING until ``seal``."""
     control, image = arena.control, arena.image
     control.begin(slot)
-    bits = np.random.default_rng([iteration, xxhash.xxh32_intdigest(arena.manifest.shard.encode())])
     with arena.slot(slot) as view:
-        for fragment, offset in zip(arena.manifest.fragments, image.offsets, strict=True):
-            view[offset : offset + fragment.nbytes] = bits.bytes(fragment.nbytes)
-        encoded = objects.encode({"bytes": bits.bytes(700 + iteration % 64)})
+        for part, offset in zip(parts, image.offsets, strict=True):
+            view[offset : offset + len(part)] = part
         view[image.objects.begin : image.objects.begin + len(encoded)] = encoded
     control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+
+
+def write(arena: Arena, slot: int, iteration: int) -> None:
+    """Store a snapshot that shard and iteration determine."""
+    bits = np.random.default_rng([iteration, xxhash.xxh32_intdigest(arena.manifest.shard.encode())])
+    encoded = objects.encode({"bytes": bits.bytes(700 + iteration % 64)})
+    store(arena, slot, (bits.bytes(fragment.nbytes) for fragment in arena.manifest.fragments), encoded)
 
 
 def seal(arena: Arena, slot: int, iteration: int, hashed: bool = False, lineage: bytes = LINEAGE) -> None:

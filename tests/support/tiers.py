@@ -1,5 +1,4 @@
-"""Selects the cases of a table that run by default: those that guard what the others do not. The others are
-``slow``."""
+"""Selects the cases of a table that run by default: those that guard what others do not. Others are ``slow``."""
 
 from __future__ import annotations
 

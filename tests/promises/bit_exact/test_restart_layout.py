@@ -413,8 +413,7 @@ def copied(source: Path, target: Path) -> None:
 def test_killed_while_it_changes_its_layout(
     point: str, plan: dict[str, Any], arena_root: Path, old_arenas: Path, tmp_path: Path
 ) -> None:
-    """The next start finds the same iteration, or the first of the new layout once it is committed, in either
-    layout."""
+    """The next start in either layout finds the same iteration, or the first of the new layout once committed."""
     copied(old_arenas, arena_root)
     broken(Attempt(NEW, LAST + 3, plan, kill=point))
     found = LAST + 1 if point in NEWER else LAST

@@ -60,8 +60,8 @@ FP16 = ["--precision", "fp16", "--loss-scale", "65536", "--loss-scale-window", "
 def test_another_precision_takes_all_but_the_loss_scaler(
     first: list[str], then: list[str], told: str, settings: dict[str, Any]
 ) -> None:
-    """Weights are recomputed from their masters; as in Megatron's own checkpoints the scaler is not restored, which
-    is logged."""
+    """Weights are recomputed from their masters; as in Megatron's checkpoints the scaler is not restored: a log
+    line."""
     before = jobs.outcomes(2, jobs.Run([*first, "--tp", "2"], 4, settings, end="keep"))
     resumed = run_ranks(jobs.train_and_tell, 2, jobs.Run([*then, "--tp", "2"], 5, settings))
     (outcome, said), (other, nothing) = (result.value for result in resumed)

@@ -1,5 +1,4 @@
-"""A node whose tmpfs is full: snapshots in memory are restored and flushed; new ones wait for memory, which is
-logged."""
+"""A node whose tmpfs is full: snapshots in memory are restored and flushed; new ones wait for memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A node is so full that a lost node's shards can be reconstructed only in place of snapshots that no restart
-needs."""
+"""A node is so full that lost shards can be reconstructed only in place of snapshots that no restart needs."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ def _written(node: Path) -> set[str]:
 def test_parity_that_fits_only_in_place_of_the_old_one_waits(
     node: Path, plan: dict[str, Any], rarely: dict[str, Any]
 ) -> None:
-    """It is logged; old arenas are deleted once a snapshot is committed, then all is allocated: the checked sum is
-    enough."""
+    """It is logged; old arenas are deleted once a snapshot is committed: the checked sum is enough."""
     run_ranks(train_until_protected, MANY.size, Attempt(MANY, settings=rarely | {"slots": 3}))
     before = len(events(plan, "protected"))
     run_ranks(start_full, FEW.size, Attempt(FEW, settings=plan | {"slots": 3, "on_error": "continue"}), node, False)

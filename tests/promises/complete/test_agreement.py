@@ -85,8 +85,7 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any], nodes: list
 
 @pytest.mark.parametrize(("protect", "nodes"), [("none", "aa"), ("node", "aa"), ("peer", "ab")])
 def test_going_back_in_one_process_never_mixes(protect: str, nodes: str, settings: dict[str, Any]) -> None:
-    """Snapshots stop at a smaller iteration number: a restart has the snapshot committed before, and nothing
-    later."""
+    """Snapshots stop at a smaller iteration number: a restart has the snapshot committed before."""
     settings |= {"protect": protect, "objects_size": "1MiB", "chunk_size": "64KiB"}
     run_ranks(going_back, 2, {**settings, **FAST}, list(nodes), expect_failures=True)
     first, second = start_over(settings, list(nodes))

@@ -61,8 +61,7 @@ def stand_still(rank: int, here: Path) -> None:
 
 
 def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, end: str) -> Any:
-    """Returns the iteration of the newest committed snapshot, and how many ranks log at the end that they take
-    none."""
+    """Returns the newest committed iteration, and how many ranks log at the end that they take no snapshots."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
     ftckpt.session.reminders._REPEAT_SECS = REPEAT_SECS

@@ -1,5 +1,4 @@
-"""All ranks are killed at each step of a change of manifests: the committed snapshot is found, and the job
-resumes."""
+"""All ranks are killed at each step of a change of manifests: the job resumes from the committed snapshot."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Fault × instant × protection → the snapshot that must be restored, and kills that follow each other or come with
-other faults."""
+"""Fault × instant × protection → the snapshot to be restored; and kills that follow others or come with them."""
 
 from __future__ import annotations
 

@@ -135,8 +135,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 def tell_late(checkpointer: Checkpointer) -> None:
-    """The SMP gets the description of this attempt after it has failed with the last snapshot by that of an earlier
-    one."""
+    """The SMP gets this attempt's description after it has failed with the last snapshot of an earlier one."""
     configure = SmpClient.configure
 
     def late(self: SmpClient, description: Mapping[str, Any]) -> str:

@@ -1,5 +1,4 @@
-"""SMPs that are killed, stopped, given wrong data or out of memory: protected snapshots stay, and training
-continues."""
+"""SMPs that are killed, stopped, misled or out of memory: protected snapshots stay, and training continues."""
 
 from __future__ import annotations
 

@@ -236,8 +236,7 @@ def test_a_chunk_of_a_share_comes_back_without_any_package(replica: str, arena_r
 
 
 def test_node_parity_and_peers_help_each_other(arena_root: Path, tmp_path: Path) -> None:
-    """A node is lost and all chunks of an arena of another one: node parity reconstructs the chunks that peers
-    need."""
+    """A node is lost and all chunks of an arena of another one: node parity reconstructs what peers need."""
     names = ("n0", "n0", "n0", "n1", "n1", "n1", "n2", "n2", "n2")
     job = Job(arena_root, names, Modes(node=True, peer=True))
     wanted = made(job, protected=(5,))

@@ -1,5 +1,4 @@
-"""Parity may be corrupt too, and a reconstruction may be killed: nothing wrong is ever restored, nothing existing is
-lost."""
+"""Parity may be corrupt too, and a reconstruction killed: nothing wrong is ever restored, nothing is lost."""
 
 from __future__ import annotations
 

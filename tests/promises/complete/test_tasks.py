@@ -398,8 +398,7 @@ def test_packages_go_when_the_next_target_is_encoded_and_not_before(
 
 
 def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protected(node: Node, smp: Smp) -> None:
-    """Another node may not have encoded the target yet; if it were lost now, they would be needed for its
-    reconstruction."""
+    """Another node may not have encoded the target yet; they would be needed for its reconstruction."""
     for iteration in (2, 3, 4):  # the newest was not protected any more
         old = package_path(node.dir, "tp1-dp0", SnapshotId(b"o" * 16, iteration))
         old.parent.mkdir(exist_ok=True)

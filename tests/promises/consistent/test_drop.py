@@ -57,8 +57,7 @@ def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], 
 
 
 def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) -> list[tuple[int, int]]:
-    """At each boundary the started and the committed snapshot; copies of 3 end on rank 1 after boundary 5, where a
-    save waits for them."""
+    """The started and the committed snapshot at each boundary; copies of 3 end on rank 1 after boundary 5."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     capture, seal, goes_on, begun = checkpointer.capture, Capture._seal, threading.Event(), []
     assert capture is not None

@@ -22,8 +22,7 @@ SNAPSHOTS = 30
     ("pieces", "most_ms"), by_default([(30, 1.6), (1000, 2.4), (3000, 6.0)], [(30, 1.6), (1000, 2.4)])
 )
 def test_a_boundary_takes_little_of_the_training_thread(pieces: int, most_ms: float, arena_root: Path) -> None:
-    """Twice the time under other load, where each read of memory usage takes long; replicas are compared with
-    each."""
+    """Twice the time under other load, where each read of memory usage takes long; replicas are compared."""
     changes = {"overhead_budget": 0.0, "interval": 1}
     with settings_of(arena_root, changes) as settings:
         case = Case("plain, replicas", pieces)

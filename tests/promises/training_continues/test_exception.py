@@ -226,8 +226,7 @@ def test_others_do_not_wait(stage: str, failing: Failing) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=lambda by: by.name)
 def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> None:
-    """SIGTERM as by a scheduler, SIGINT as by Ctrl-C: all processes end, and a later start of the job resumes from
-    memory."""
+    """SIGTERM as by a scheduler, SIGINT as by Ctrl-C: all processes end, and a later start resumes from memory."""
     failing.training += ["--iterations", "100000"]
     script = failing.launch([])
     failing.wait_for("snapshots", lambda: failing.events(0, "snapshot")[4:])

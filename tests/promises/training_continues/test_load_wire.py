@@ -37,8 +37,7 @@ SHAPES = {"w0": (24, 36), "w1": (7, 12, 10), "w2": (501,), "w3": (64, 48)}
 
 @dataclass
 class Sides:
-    """The distribution of a tensor over the ranks: cut along an axis into boxes; replicas of a box are full or flat
-    ranges."""
+    """The distribution of a tensor over ranks: cut along an axis into boxes; replicas are full or flat ranges."""
 
     axis: int
     boxes: int
