@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.schedule.clock import DeviceClock
-from tests.support import jobs, plain
 from tests.gpu.fake_device import SECS, FakeDevice, install
+from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 from tests.support.waiting import until
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.repository import ROOT
 from tests.integrations.slurm_lab import GRACE_SECS, NODES, SlurmJob, SlurmLab
+from tests.support.repository import ROOT
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.slow]

@@ -64,7 +64,9 @@ DEEPSPEED = {
     "ep1": Shape(2, ["--num-experts", "4"], BF16 | zero(2)),
     "ep4": Shape(4, ["--num-experts", "4", "--ep", "4"], BF16),
     "fused-zero1-dp2": Shape(2, config=BF16 | zero(1) | FUSED),
-    "cpu-adam-zero3-dp4": Shape(4, config=BF16 | zero(3, offload_optimizer={"device": "cpu"}, sub_group_size=500) | FUSED),
+    "cpu-adam-zero3-dp4": Shape(
+        4, config=BF16 | zero(3, offload_optimizer={"device": "cpu"}, sub_group_size=500) | FUSED
+    ),
 }
 """Any other layout is one of plain torch: how the model is divided, and the number of ranks."""
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.pool import run_ranks
 from tests.promises.bit_exact.reshaping import DEEPSPEED, ITERATION, job_of, ranks_of
+from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import constants, jobs
 from tests.promises.training_continues.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
+from tests.support import constants, jobs
 from tests.support.launching import ITERATIONS, Launched, deepspeed_config
 from tests.support.pool import run_ranks
 from tests.support.processes import command_line, is_running
