@@ -71,7 +71,7 @@ class Adapter:
 
 
 class ScriptJob:
-    """A job of one of the example scripts, for ``tests.integrations.conformance.Job``.
+    """A job of one of the example scripts, for ``Job``.
 
     Args:
         script: the module, with ``train_step`` and ``final_hashes``.
