@@ -20,7 +20,7 @@ def orders_of(stages: int, micro_batches: int, chunks: int = 1, group: int | Non
 
 
 def gaps(stages: int, stage: int, micro_batches: int, chunks: int = 1, group: int | None = None) -> dict[int, float]:
-    """The waits of a stage: the index of the step that follows, and the share of the iteration."""
+    """Where a stage waits, by the index of the step that follows, and for which share of the iteration."""
     places = pipeline_places(stages, stage, micro_batches, chunks, group)
     assert places is not None
     kinds, lengths = places

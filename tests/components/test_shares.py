@@ -1,4 +1,4 @@
-"""Assignment: each byte to exactly one member with memory for it, the same on all ranks, and even if in doubt."""
+"""Dealing: each byte to exactly one member, where there is room, the same on all ranks, and equal if in doubt."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_chosen_shares_never_spill_more_than_equal_ones(
 
 
 class LoneGroup:
-    """A group whose ranks run one at a time; see ``in_lockstep``."""
+    """A group of which only one rank runs at a time; see ``in_lockstep``."""
 
     def __init__(self, rank: int, size: int, gather: Gather) -> None:
         self.rank, self.size, self._gather = rank, size, gather
@@ -148,7 +148,7 @@ def described(rank: int) -> Description:
 
 
 def assigned(capacities: Sequence[Sequence[int] | None]) -> list[Assignment]:
-    """The assignments of four ranks; ``capacities[rank]`` are all capacities as that rank knows them."""
+    """The assignments of four ranks; ``capacities[rank]`` is what that rank was told of all."""
 
     def run(rank: int, gather: Gather) -> Assignment:
         group = cast(Group, LoneGroup(rank, 4, gather))
@@ -172,7 +172,7 @@ def test_ranks_copy_the_tied_embedding_where_there_is_room_and_say_so() -> None:
 
 
 def looks(found: Sequence[Assignment]) -> tuple[list[bool], bool]:
-    """The result of a proof: whether each rank's derived pieces follow their sources, and whether replicas agree."""
+    """What a proof sees: of each rank whether what it derives follows, and whether replicas agree."""
     seen = [assignment.belief.look() for assignment in found]
     agree = {assignment.belief.agree([digests for _, digests in seen]) for assignment in found}
     assert len(agree) == 1, "ranks come to different conclusions"

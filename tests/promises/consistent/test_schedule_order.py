@@ -43,7 +43,7 @@ def test_warm_up_and_table_over_many_shapes() -> None:
 
 
 def refusal(rank: int, world_size: int, argv: list[str], cases: list[tuple[int, int]]) -> list[str]:
-    """Megatron's answer to each (micro-batches, group) before it computes anything."""
+    """What Megatron answers to each (micro-batches, group) before it computes anything."""
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
