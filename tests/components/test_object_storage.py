@@ -22,7 +22,7 @@ LISTING = (
 
 
 class Store(BaseHTTPRequestHandler):
-    """Answers with ``status``, dated by its own clock."""
+    """Answers with ``status``."""
 
     status, shift_secs = 200, 0.0
     refuses_conditions = False

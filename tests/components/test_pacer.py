@@ -213,7 +213,7 @@ def test_auto_goes_on_from_what_an_earlier_attempt_has_found(tmp_path: Path) -> 
 
 
 def test_a_dear_fence_alone_does_not_stretch_auto(tmp_path: Path) -> None:
-    """It is a part of the total cost, and windows are measured again for it."""
+    """It is a part of the whole cost."""
     rank = Auto(tmp_path, overhead_budget=0.1)
     rank.pacer.intervals.resume(1)
     for _ in range(15):

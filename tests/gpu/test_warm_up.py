@@ -47,7 +47,7 @@ def test_a_snapshot_asks_for_nothing_that_is_not_there(
 
 @pytest.mark.parametrize("places", [5, 300])
 def test_moments_of_training_are_provided_before_it(fake: FakeDevice, places: int) -> None:
-    """As many as the schedule's model has places, for all iterations that may be evaluated together."""
+    """As many as the longest iteration so far has places, for all iterations that may be looked at together."""
     clock = DeviceClock(CPU)
     pacer = WindowScheduler(Config(schedule="bubble"), clock, Events(None, 0), {"pp": 0})
     kinds = ["start", *["forward", "window"] * places]

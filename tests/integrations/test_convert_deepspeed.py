@@ -462,7 +462,7 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converted in strips that the test makes small: the same files except for the insides of archives."""
+    """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
     source = DeepSpeedReader(saved("zero1-three").path)
     convert_to_deepspeed(source, tmp_path / "at once")
     monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)

@@ -1,6 +1,6 @@
 """The Trainer of Hugging Face transformers, killed twice and restored: the weights and losses of an unbroken run.
 
-Installs ``RELEASES`` next to this environment's packages; ``FTCKPT_RELEASES`` names a folder that caches them.
+Installs ``RELEASES`` beside this environment's packages; ``FTCKPT_RELEASES`` names a folder that keeps them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAINING = (
     "--use_cpu", "--per_device_train_batch_size=2", "--gradient_accumulation_steps=3", "--num_train_epochs=30",
     "--logging_steps=1", "--eval_strategy=epoch", "--save_strategy=no", "--report_to=none", "--disable_tqdm=True",
 )  # fmt: skip
-"""40 samples on two ranks: ten batches, one of them in the last step of an epoch."""
+"""40 samples on two ranks: ten batches, of which the last step of an epoch has one."""
 DEADLINE_SECS = 150.0
 
 
@@ -46,7 +46,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(packages: Path, folder: Path, arena: Path, kills: int, *options: str) -> dict[str, Any]:
-    """The result and the losses of a training whose rank 1 is killed so many times."""
+    """The result and the losses of a training, of which rank 1 is killed so many times."""
     folder.mkdir()
     command = [
         sys.executable, "-m", "ftckpt", "run", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d",
