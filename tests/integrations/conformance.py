@@ -195,9 +195,9 @@ _TRAINED = 4
 class Inspection:
     """The state of one rank. ``untrained`` and ``trained`` are its stepped elements before and after some iterations.
 
-    ``moved`` names pieces that training gave another address, ``off_their_source`` derived ones that are no
-    casts; ``captured`` are the keys that would be copied, ``captured_if_spoiled`` the same with one element of
-    ``spoiled`` changed on rank 0. ``refusals`` has what ``describe`` says, by what was added to the state.
+    ``moved`` names pieces that training gave another address, ``off_their_source`` derived ones that are no casts;
+    ``captured`` are the keys that would be copied, ``captured_if_spoiled`` the same with one element of ``spoiled``
+    changed on rank 0. ``refusals`` has the errors of ``describe``, by the addition to the state.
     """
 
     problems: list[str]

@@ -57,8 +57,8 @@ def plan(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: bool) -> Any:
-    """As ``train_until_protected``. When it is asked whether parity fits, n0 has just enough memory left for the time
-    when old arenas have gone, or a page too little; then as ``train``."""
+    """As ``train_until_protected``. When the memory for parity is checked, n0 has just enough left for the time after
+    old arenas are deleted, or a page too little; then as ``train``."""
     check, asked = Protection._require_room, list[bool]()
 
     def squeezed(self: Protection, mine: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:

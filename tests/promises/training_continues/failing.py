@@ -2,8 +2,8 @@
 
     torchrun ... -m ftckpt.megatron tests/promises/training_continues/failing.py ARGUMENTS OF launch/train_gpt.py
 
-FTCKPT_TEST_FAILURES names a directory with a list of failures, one for each attempt of the job. Right before one
-acts it writes down process and time, which tells later attempts, and the test, that it did.
+FTCKPT_TEST_FAILURES names a directory with a list of failures, one for each attempt of the job. Right before one acts
+it records process and time, which later attempts and the test read.
 """
 
 from __future__ import annotations
