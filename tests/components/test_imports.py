@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_python
 from tests.support.repository import ROOT, files_in
 
 MODULES = {
@@ -181,9 +181,7 @@ def test_nothing_reads_pickle(name: str) -> None:
 
 def python(code: str) -> str:
     """Output of a fresh interpreter."""
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    run = run_python(code, secs=120.0)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
