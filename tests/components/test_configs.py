@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from typing import Any
 import pytest
 
 from ftckpt.config import Config
+from tests.support.processes import run_python
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 DEEPSPEED = sorted(CONFIGS.glob("*.json"))
 
@@ -160,11 +160,8 @@ def test_flags_pass_megatron_lms_own_parser(name: str) -> None:
         pytest.skip("MEGATRON_LM names no checkout of Megatron-LM")
     # Fused rotary positions need Transformer Engine, which needs a GPU.
     extra = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000", "--no-rope-fusion"]
-    env = {**os.environ, "WORLD_SIZE": str(SIZES[name].world), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", MEGATRON_LM, checkout, *words_of(name), *extra],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    env = {"WORLD_SIZE": str(SIZES[name].world), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = run_python(MEGATRON_LM, checkout, *words_of(name), *extra, secs=120, **env)
     assert run.returncode == 0, run.stderr[-2000:]
     options = options_of(name)
     tp, pp = int(options["--tensor-model-parallel-size"]), int(options["--pipeline-model-parallel-size"])
@@ -191,11 +188,7 @@ print("\\n" + json.dumps([
 def test_deepspeeds_own_class_reads_its_files() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", DEEPSPEED_CONFIG, *map(str, DEEPSPEED)],
-        env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    run = run_python(DEEPSPEED_CONFIG, *DEEPSPEED, secs=120, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stderr[-2000:]
     read = json.loads(run.stdout.splitlines()[-1])
     assert [path.stem for path in DEEPSPEED] == ["deepspeed_zero1_pp", "deepspeed_zero2", "deepspeed_zero3"]

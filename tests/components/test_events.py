@@ -7,8 +7,6 @@ import fcntl
 import inspect
 import json
 import os
-import subprocess
-import sys
 import termios
 import threading
 from array import array
@@ -23,6 +21,7 @@ from ftckpt import event_file
 from ftckpt.cli.event_log import EventLog
 from ftckpt.events import ADVICE, EVENTS, Events, reference
 from tests.support.errors import lacks
+from tests.support.processes import run_python
 from tests.support.repository import files_in
 from tests.support.waiting import until
 
@@ -153,7 +152,7 @@ def test_a_file_system_that_hangs_at_the_end_of_the_process_does_not_keep_it(tmp
         "for _ in range(200): events.emit('copied', moved_bytes='x' * 1000)"
     )
     with Pipe(tmp_path) as pipe:
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=30.0)
+        assert run_python(script, tmp_path, secs=30.0).returncode == 0
         assert pipe.read()
 
 

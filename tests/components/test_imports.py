@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
