@@ -1,4 +1,4 @@
-"""The source patches add calls of ours and nothing else; apply.sh applies all of them or none, and reverts them."""
+"""The source patches add calls of ours and nothing else; apply.sh puts them in whole or not at all, and out again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.processes import run_python
 
 IMPORT = "from ftckpt.megatron import callbacks as ftckpt"
 LINES = {"add_flags", "start", "restore", "set_rng", "log_sums", "boundary", "listen", "fence", "close"}
-"""The calls that a patch adds."""
+"""What a patch calls."""
 NEEDED = (
     "bash", "sed", "awk", "cat", "mkdir", "mktemp", "rm", "basename", "dirname", "grep", "diff", "cmp", "paste", "wc",
 )  # fmt: skip
@@ -220,7 +220,7 @@ def changed_lines(name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("file", "line"), changed_lines(NAMES[-1]), ids=lambda value: Path(value).stem)
 def test_a_file_that_someone_changed_is_refused(file: str, line: str, tmp_path: Path) -> None:
-    """The version number alone does not show that the patch fits."""
+    """The number of the version alone does not say that the patch fits."""
     tree = patch_files.miniature(NAMES[-1], tmp_path)
     text = (tree / file).read_text()
     assert line.strip()

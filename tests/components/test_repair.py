@@ -29,7 +29,7 @@ from ftckpt.restore.reconstruction_plan import NEW_SLOT, Input, RepairTask, Shar
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.protected import Job, build, contents, flip_chunk, groups_of, record_begin
+from tests.support.protected import Job, build, contents, file_groups, flip_chunk, record_begin
 from tests.support.snapshots import LINEAGE, slot_of
 
 CHUNK = 64
@@ -141,7 +141,7 @@ def test_a_repair_that_needs_another_stands_behind_it(arena_root: Path) -> None:
     """A node's chunk comes from its peers, the next one from the node's parity over it."""
     job = Job(arena_root, ("a", "a", "a", "b", "b", "b"), Modes(node=True, peer=True))
     lost = {("dp0", chunk) for chunk in range(6)} | {("dp1", chunk) for chunk in range(6)}
-    repairs, unsolved = solve(groups_of(job), lost, set())
+    repairs, unsolved = solve(file_groups(job), lost, set())
     assert not unsolved
     found = levels(repairs)
     assert len(found) > 1

@@ -223,14 +223,14 @@ def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: p
     old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/[sp]*"))
     old_packages = sum(path.stat().st_blocks * 512 for path in directory.glob(".mirror/*"))
     assert old_packages > 0 and len(list_parity(directory)) == 4
-    holdings, groups = protected.holdings(job), protected.groups_of(job)
+    holdings, groups = protected.holdings(job), protected.file_groups(job)
     same = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
     parity = sum(name.path.stat().st_blocks * 512 for name in list_parity(directory))
     found = same.account("a", directory, 1 << 20, 4)
     assert found.now_bytes == found.later_bytes == (1 << 20) - parity - old_packages
     for rank in range(2):
         Arena.create(directory, new.manifest(rank), 4, 1).close()
-    holdings, groups = protected.holdings(new), protected.groups_of(new)
+    holdings, groups = protected.holdings(new), protected.file_groups(new)
     anew = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
     slots = sum(SlotImage.of(new.manifest(rank)).file_bytes for rank in range(2))
     found = anew.account("a", directory, 1 << 20, 4)

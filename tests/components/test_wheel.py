@@ -32,7 +32,7 @@ def build(what: str, tree: Path, to: Path) -> Path:
 
 
 def sources() -> list[str]:
-    """The sources of the packages."""
+    """What the packages are made of."""
     folders = ("ftckpt", "launch", "configs", "patches")
     found = [path for folder in folders for path in files_in(folder)]
     alone = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"]

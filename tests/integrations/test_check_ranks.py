@@ -147,7 +147,7 @@ def test_a_port_that_a_firewall_drops(arena_root: Path, tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_lost(arena_root: Path, tmp_path: Path) -> None:
-    """The findings so far are reported, by all ranks."""
+    """What was found so far is told, by all ranks."""
     words = ["broken", "check", "--arena", str(arena_root), "--network", "--host"]
     code, table, ranks = checked(tmp_path, 2, *words, begin=NODES)
     assert code == 1 and ranks.keys() == {"0", "1"}, table

@@ -86,7 +86,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(core: Path, out: Path, argv: list[str], runner: bool) -> tuple[list[dict[str, Any]], str]:
-    """The reports of each of two ranks in one iteration, and their writes."""
+    """What each of two ranks saw in one iteration, and what they wrote."""
     (out / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": f"{core}:{ROOT}:{ROOT / 'launch'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

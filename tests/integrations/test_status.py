@@ -24,7 +24,7 @@ from ftckpt.memory.parity_file import list_parity
 from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
 from ftckpt.smp.client import SmpClient, find_or_start
-from tests.support.protected import JOB, Job, build, groups_of, holdings
+from tests.support.protected import JOB, Job, build, file_groups, holdings
 from tests.support.smps import SECRET
 from tests.support.waiting import until
 
@@ -142,7 +142,7 @@ def description(job: Job, node: str, peers: dict[str, list[Any]]) -> dict[str, A
         "job": JOB, "node": node, "run": "", "secret": SECRET.hex(), "address": "127.0.0.1",
         "peers": {other: at for other, at in peers.items() if other != node}, "nodes": sorted(peers),
         "places": {rank: {"shard": one.shard, "arena": one.arena, "pid": os.getpid()} for rank, one in mine.items()},
-        "groups": [g.to_json() for g in groups_of(job) if any(m.node == node for m in g.members)],
+        "groups": [g.to_json() for g in file_groups(job) if any(m.node == node for m in g.members)],
         "mirror_from": keeps, "settings": asdict(Config(interval=3)),
     }  # fmt: skip
 

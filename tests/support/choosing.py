@@ -18,7 +18,7 @@ from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.decide import Decision, Findings, Query, decide
-from tests.support.snapshots import file_groups
+from tests.support.snapshots import holding_groups
 
 
 def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Topology:
@@ -34,7 +34,7 @@ def shield_of(
     has_parity: Callable[[Member], bool],
 ) -> SnapshotProtection:
     """Protection of a snapshot of these shards: parity of the members that have any, and a package of a shard."""
-    groups = file_groups(holdings, modes)
+    groups = holding_groups(holdings, modes)
     parity = [
         ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
         for group in groups

@@ -33,7 +33,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import block_length, num_blocks
 from ftckpt.restore.restart import Restart
 from tests.support.flips import flip_slot
-from tests.support.snapshots import LINEAGE, chunk_of, file_groups, parity_blocks, seal, slot_of, write
+from tests.support.snapshots import LINEAGE, chunk_of, holding_groups, parity_blocks, seal, slot_of, write
 
 JOB = "job"
 CHUNK = 8192
@@ -149,14 +149,14 @@ def holdings(job: Job) -> list[ArenaLayout]:
     ]
 
 
-def groups_of(job: Job) -> list[ParityGroup]:
+def file_groups(job: Job) -> list[ParityGroup]:
     """Parity groups of the job whose blocks are in files."""
-    return file_groups(holdings(job), job.modes)
+    return holding_groups(holdings(job), job.modes)
 
 
 def _protect(job: Job, arenas: dict[str, Arena], slot: int, iteration: int, index: int) -> None:
     """Parity files and packages of what is in ``slot``."""
-    for group in groups_of(job):
+    for group in file_groups(job):
         files = []
         for holder, member in enumerate(group.members):
             path = parity_path(arenas[member.shard].path, group.mode, index)

@@ -34,7 +34,7 @@ from ftckpt.smp.requests import BytesRequest
 from ftckpt.smp.server import Server
 from ftckpt.smp.task_queue import TaskQueue
 from ftckpt.units import rate
-from tests.support.snapshots import LINEAGE, file_groups, fill, parity_blocks, slot_of
+from tests.support.snapshots import LINEAGE, fill, holding_groups, parity_blocks, slot_of
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ class Node:
 
 
 def groups_of(nodes: Sequence[Node], modes: Modes) -> list[ParityGroup]:
-    return file_groups([holding for node in nodes for holding in node.holdings()], modes)
+    return holding_groups([holding for node in nodes for holding in node.holdings()], modes)
 
 
 def describe(

@@ -66,7 +66,7 @@ def chunk_of(arena: Arena, slot: int, chunk: int) -> Bytes:
     return np.frombuffer(arena.slot(slot), np.uint8, span.nbytes, span.begin)
 
 
-def file_groups(holdings: Sequence[ArenaLayout], modes: Modes) -> list[ParityGroup]:
+def holding_groups(holdings: Sequence[ArenaLayout], modes: Modes) -> list[ParityGroup]:
     """Parity groups whose blocks are in files."""
     return (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
 

@@ -19,7 +19,7 @@ from ftckpt.parity.stripes import stripes
 from tests.support.event_logs import read_events
 from tests.support.flips import flip
 from tests.support.pool import run_ranks
-from tests.support.protected import Job, build, contents, flip_chunk, groups_of, record_begin, restart
+from tests.support.protected import Job, build, contents, file_groups, flip_chunk, record_begin, restart
 from tests.support.snapshots import slot_of
 
 pytestmark = pytest.mark.multiproc
@@ -142,7 +142,7 @@ def test_parity_in_an_arena_that_cannot_be_read_brings_another_one_back(arena_ro
     """The control block of dp1 is bad, and a chunk of dp2 whose stripe has its block in the arena of dp1."""
     job = Job(arena_root, ("a", "b", "c"), Modes(peer=True))
     wanted = made(job, (5,))
-    (group,) = groups_of(job)
+    (group,) = file_groups(job)
     keeper, other = (group.places[job.shard(rank)] for rank in (1, 2))
     chunk = next(
         chunk
