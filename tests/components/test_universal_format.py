@@ -277,7 +277,7 @@ def write_and_die(path: Path, calls: int) -> int:
 
 
 def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path: Path) -> None:
-    """Resuming from there always succeeds."""
+    """Going on from there always succeeds."""
     reference = write(tmp_path / "reference", max_file_bytes=2000)
     whole, names = everything(reference), {p.name for p in reference.iterdir()}
     for number in count():

@@ -1,7 +1,9 @@
-"""On a real CUDA or ROCm device: a snapshot and pinning during a kernel that ends late, as a collective's does."""
+"""On a real CUDA or ROCm device: a snapshot and pinning beside a kernel that ends late, as a collective's does."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,8 +15,6 @@ from ftckpt.schedule.bubbles import Always
 from tests.gpu.device_states import Landings, assert_holds, plan, prepared, shared_slot
 from tests.gpu.fake_device import SECS
 from tests.gpu.real_device import MIB, cycles_for, needs_device, sleep, state
-from tests.support.processes import run_python
-from tests.support.repository import ROOT
 
 pytestmark = needs_device
 BUSY_SECS = 4.0
@@ -51,7 +51,12 @@ def first_snapshot(warm: bool) -> None:
 def test_the_first_snapshot_waits_for_no_kernel_of_training(loading: str, warm: bool) -> None:
     """Without the warm-up it may, and where kernels are loaded lazily it does: printed, and no error."""
     code = f"from tests.gpu.test_on_device_warm_up import first_snapshot; first_snapshot({warm})"
-    done = run_python(code, secs=300, CUDA_MODULE_LOADING=loading, PYTHONPATH=str(ROOT))
+    root = Path(__file__).parents[2]
+    environment = {"CUDA_MODULE_LOADING": loading, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", code],
+        cwd=root, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     print(loading, "warm" if warm else "cold", done.stdout.strip())
 
