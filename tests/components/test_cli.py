@@ -24,7 +24,7 @@ from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.repository import is_golden
-from tests.support.smp_nodes import fill
+from tests.support.snapshots import fill
 
 REPOSITORY = Path(__file__).parents[2]
 WEIGHTS = Fragment.whole("w", "F32", (3000,), Box((0,), (3000,)))

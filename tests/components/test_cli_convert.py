@@ -220,8 +220,8 @@ def saved_by_megatron(rank: int, world_size: int, argv: list[str], path: str) ->
 @pytest.mark.slow
 @pytest.mark.multiproc
 def test_between_all_formats_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's own checkpoint through every format that holds optimizer state: the same bits at the end. And what
-    breaks off after some files goes on in another writer, whatever the format."""
+    """Megatron's own checkpoint through every format that holds optimizer state: the same bits at the end. And an
+    interrupted conversion is resumed by another writer, whatever the format."""
     (tmp_path / "save").mkdir()
     run_ranks(saved_by_megatron, 2, ["--tp", "2", "--untie"], str(tmp_path / "save"))
     steps = [

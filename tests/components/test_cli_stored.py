@@ -17,7 +17,7 @@ from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
 from tests.support.repository import is_golden
-from tests.support.smp_nodes import LINEAGE
+from tests.support.snapshots import LINEAGE
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_what_is_of_another_kind_is_called_by_its_name(
 def test_snapshots_are_found_by_one_rule(
     command: str, filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the place itself, beside what others load, and by the folder of one of them."""
+    """At the place itself, next to exports, and by the folder of one checkpoint."""
     beside = tmp_path / "beside"
     make("megatron-dist", beside)
     shutil.copytree(filled, beside / "ftckpt")

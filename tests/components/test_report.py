@@ -181,7 +181,7 @@ def test_the_command(logs: RunLogs, capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_the_extra_there_is_a_summary_and_a_remedy(
     package: str, logs: RunLogs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has neither package says what the run went through all the same."""
+    """A process that has neither package still prints the summary of the run."""
     logs.attempt("aa", (1, 2), 100.0, None, 2)
     Logs(logs.directory).attempt(range(4, 6))
     found = importlib.util.find_spec

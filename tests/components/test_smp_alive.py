@@ -1,4 +1,4 @@
-"""An SMP in a container of its own: what a probe of it says, and how it stands by while another one serves."""
+"""An SMP in a container of its own: its probe, and how it stands by while another one serves."""
 
 from __future__ import annotations
 

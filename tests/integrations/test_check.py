@@ -74,13 +74,13 @@ def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def found_of(arena: Path, name: str) -> CheckResult:
-    """Of the device, without what would come behind it."""
+    """The checks of the device, without those that follow."""
     with closing(check_device.device_checks(arena, 40)) as found:  # type: ignore[type-var]
         return next(one for one in found if one.name == name)
 
 
 class Hasty(HostCopier):
-    """Lets training go on before its bytes are copied."""
+    """Releases training before its bytes are copied."""
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
         threading.Timer(0.3, flight.hurry.set).start()

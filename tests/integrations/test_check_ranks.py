@@ -1,4 +1,4 @@
-"""``ftckpt check`` on all ranks of a job to come: all are asked, and whatever one of them meets is told."""
+"""``ftckpt check`` on all ranks of a future job: all are checked, and a finding of any is reported."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ NODES = "export FTCKPT_NODE=node$LOCAL_RANK\nexec"
 
 
 def test_a_port_that_a_firewall_drops(arena_root: Path, tmp_path: Path) -> None:
-    """Of all that was looked at it is what failed, and the others wait for its pair."""
+    """It is the one failure of all checks, and the others wait for its pair."""
     words = ["mute", "check", "--arena", str(arena_root), "--network", "--host"]
     code, table, ranks = checked(tmp_path, 2, *words, begin=NODES)
     assert code == 1 and {rank: {name for name, one in found.items() if one["state"] == FAILED}

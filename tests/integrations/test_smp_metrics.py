@@ -1,4 +1,4 @@
-"""Metrics as Prometheus gets them from a real SMP: served on request, or written to a file, gone with it."""
+"""Metrics as Prometheus gets them from a real SMP: served on request, or in a file that is removed with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.multiproc
 
 Samples = dict[tuple[str, str], float]
-"""By name and, where it has one, the value of the label beside training_job and node."""
+"""The samples by name and, where there is one, the value of the label other than training_job and node."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What ``ftckpt status`` says of a job: nodes here by their memory, others by their SMPs; what a restart takes."""
+"""The report of ``ftckpt status``: nodes here by their memory, others by their SMPs; the snapshot of a restart."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def apart(job: Job) -> Iterator[dict[str, SmpClient]]:
 
 
 def description(job: Job, node: str, peers: dict[str, list[Any]]) -> dict[str, Any]:
-    """What the leader of a node tells its SMP."""
+    """The description that the leader of a node sends to its SMP."""
     held = holdings(job)
     keeps: dict[str, dict[str, int]] = {}
     for shard, nodes in mirrors(held, job.modes).items():
