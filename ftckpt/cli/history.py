@@ -93,13 +93,13 @@ class RunHistory:
             on_storage.update(attempt.persisted)
 
 
-def read_history(run: Path) -> RunHistory:
+def read_history(run: Path, on_bytes: Callable[[int], object] = int) -> RunHistory:
     """The history of the run whose event logs are at or below ``run``; of several, the run that started last.
 
     Raises:
         EventLogError: no such directory, or no event logs in it.
     """
-    logs = event_logs(run, _REMEDY)
+    logs = event_logs(run, _REMEDY, on_bytes)
     log = max(logs, key=_began_at)
     reader = _Reader(log)
     for number, path in enumerate(log.rank_files):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
+from ftckpt.cli.answers import Answer, Lines, warn
 from ftckpt.cli.options import add_node_memory
 from ftckpt.cli.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, leaner, plan
 from ftckpt.cli.plan_job import JobShape, add_shape, job_of
@@ -36,9 +35,8 @@ _FLUSH_SHARE = 0.01
 """Assumed slowdown of training during a flush."""
 
 
-def add_plan(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("plan", help="show which losses a job of a given size survives, and what it costs")
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     add_shape(parser)
     defaults = Config()
     settings = {setting.name: setting for setting in fields(Config)}
@@ -50,12 +48,10 @@ def add_plan(commands: Any) -> None:
     add_node_memory(
         parser, "host memory of a node that training leaves free, such as 512GiB; exit status 1: the job does not fit"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan and returns the exit status, 1 if it does not fit ``--node-memory``.
+def run_plan(arguments: argparse.Namespace) -> Lines:
+    """The plan; status 1: it does not fit ``--node-memory``.
 
     Raises:
         ConfigError: an impossible job.
@@ -68,19 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"--memory-limit: {config.memory_limit} is more than --node-memory; lower it, or leave it out"
         )
     if job.ranks > _MANY_RANKS:
-        print(f"ftckpt plan: {job.ranks} ranks: this takes some seconds", file=sys.stderr, flush=True)
+        warn(f"{job.ranks} ranks: this takes some seconds")
     with _without_collection():
         planned = plan(job, config)
     limit = unknown_limit(config.network_rate)
     verdict = judge(planned, config, node_bytes, limit) if node_bytes else None
     assumed = list(_assumptions(planned, verdict))
-    if arguments.json:
-        value = {**_as_json(config, planned, limit), "assumed": assumed}
-        print(json.dumps(value | ({"verdict": verdict.to_json()} if verdict else {})))
-    else:
-        for line in (*_lines(config, planned, limit, verdict), *(f"assumed: {text}" for text in assumed)):
-            print(line)
-    return int(verdict is not None and not verdict.good)
+    yield from _lines(config, planned, limit, verdict)
+    yield from (f"assumed: {text}" for text in assumed)
+    value = {**_as_json(config, planned, limit), "assumed": assumed}
+    yield Answer(
+        value | ({"verdict": verdict.to_json()} if verdict else {}), int(not (verdict is None or verdict.good))
+    )
 
 
 @contextmanager

@@ -9,12 +9,12 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from ftckpt.cli.answers import Answer, Lines, Progress
 from ftckpt.cli.event_log import count
 from ftckpt.cli.history import RunHistory, read_history
 from ftckpt.cli.recovery import Recovery
@@ -28,35 +28,37 @@ _TEMPLATE = "report.html.j2"
 _PACKAGES = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
 
 
-def add_report(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("report", help="write a page about a run from its event logs")
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="directory with event logs (--ftckpt-events) at any depth"
-    )
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    text = "directory with event logs (--ftckpt-events) at any depth"
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=text)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the page (default: RUN/{REPORT_NAME})")
-    parser.add_argument(
-        "--iteration", type=int, help="snapshot whose timeline is shown (default: the newest that all ranks have)"
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help=f"also write that timeline for Perfetto: {TRACE_NAME} next to the page"
-    )
-    parser.set_defaults(run=run)
+    text = "snapshot whose timeline is shown (default: the newest that all ranks have)"
+    parser.add_argument("--iteration", type=int, help=text)
+    text = f"also write that timeline for Perfetto: {TRACE_NAME} next to the page"
+    parser.add_argument("--trace", action="store_true", help=text)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Writes the page and returns the exit status. Raises EventLogError, ConfigError."""
+def run_report(arguments: argparse.Namespace) -> Lines:
+    """Writes the page. Raises EventLogError, ConfigError."""
     output = arguments.output or arguments.run_dir / REPORT_NAME
-    history = read_history(arguments.run_dir)
+    with Progress("reading event logs") as progress:
+        history = read_history(arguments.run_dir, progress)
     # With these options a missing timeline is an error.
-    is_asked = arguments.iteration is not None or arguments.trace
-    timeline = _timeline(history, arguments.iteration, is_asked)
-    print("\n".join(summary(history, timeline)))
+    timeline = _timeline(history, arguments.iteration, arguments.iteration is not None or arguments.trace)
+    yield from summary(history, timeline)
     if arguments.trace and timeline is not None:
-        print(f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev")
+        yield f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev"
     write_page(history, timeline, output)
-    print(f"report in {output}")
-    return 0
+    yield f"report in {output}"
+    yield Answer({
+        "job": history.job,
+        "events": str(history.directory),
+        "restarts": [asdict(one) | {"total_secs": one.total_secs} for one in history.restarts],
+        "tiles": _tiles(history),
+        "notes": history.notes,
+        "report": str(output),
+    })  # fmt: skip
 
 
 def write_report(run_dir: Path, output: Path, additions: Additions | None = None) -> RunHistory:

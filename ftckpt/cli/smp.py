@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
 
+from ftckpt.cli.answers import Answer, Lines
 from ftckpt.errors import SmpError
 from ftckpt.memory.directory import end_smp, job_node_path
 from ftckpt.smp.__main__ import add_arguments, alive
@@ -17,28 +17,27 @@ from ftckpt.smp.client import SmpClient, environment
 _END_SECS = 20.0
 
 
-def add_smp(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("smp", help="run the snapshot management process of this node in the foreground")
+def add_smp(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     add_arguments(parser)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--status", action="store_true", help="show the state of the running SMP, as JSON")
     action.add_argument("--end", action="store_true", help="stop the running SMP; arenas stay")
-    parser.set_defaults(run=_smp)
 
 
-def _smp(arguments: argparse.Namespace) -> int:
+def run_smp(arguments: argparse.Namespace) -> Lines:
+    """Becomes the SMP, or queries or stops the running one. Raises SmpError."""
     node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
     if arguments.alive:
-        return alive(arguments)
-    if arguments.status:
-        client = SmpClient(node_dir, arguments.arena, arguments.job, arguments.node)
-        print(json.dumps(client.status(), indent=2))
+        yield Answer(None, alive(arguments))
+    elif arguments.status:
+        status = SmpClient(node_dir, arguments.arena, arguments.job, arguments.node).status()
+        yield json.dumps(status, indent=2)
+        yield Answer(status)
     elif not arguments.end:
         _become_smp(arguments)
     elif not end_smp(node_dir, _END_SECS):
         raise SmpError(f"the SMP of node {arguments.node} did not stop: busy, or in another container; stop it there")
-    return 0
 
 
 def _become_smp(arguments: argparse.Namespace) -> None:

@@ -48,7 +48,7 @@ def rows(text: str) -> list[list[str]]:
 def test_inspect_an_arena_a_node_or_a_job(arena_root: Path, capsys: pytest.CaptureFixture[str], up: int) -> None:
     path = arena_with_snapshot(arena_root)
     target = [path, path.parent, path.parent.parent][up]
-    assert main(["inspect", str(target)]) == 0
+    assert main(["list", str(target)]) == 0
     out = capsys.readouterr().out
     is_golden("inspect", out, arena=path.name)
 
@@ -59,32 +59,33 @@ def test_inspect_a_job_by_its_name(
     path = arena_with_snapshot(arena_root)
     (arena_root / "job").mkdir()
     monkeypatch.chdir(arena_root)
-    assert main(["inspect", "job", "--arena", str(arena_root)]) == 0
+    assert main(["list", "job", "--arena", str(arena_root)]) == 0
     assert {row[0] for row in rows(capsys.readouterr().out)[1:]} == {f"n0/{path.name}"}
-    assert main(["inspect", "./job", "--arena", str(arena_root)]) == 2
-    assert main(["inspect", "jib", "--arena", str(arena_root)]) == 2
+    assert main(["list", "./job", "--arena", str(arena_root)]) == 0
+    assert capsys.readouterr().out == "./job: no snapshot\n", "with a slash it is a path"
+    assert main(["list", "jib", "--arena", str(arena_root)]) == 2
     assert not lacks(capsys.readouterr().err, "jib", str(arena_root))
 
 
 def test_inspect_shows_where_ranks_that_live_are(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = arena_with_snapshot(arena_root)
     node_dir = path.parent
-    assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
+    assert main(["list", str(arena_root / "ftckpt-job")]) == 0
     assert str(os.getpid()) not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
     Heartbeat.open(node_dir, 1, 7).beat(41, "start")
     Heartbeat.open(node_dir, 0, 6).leave()
-    assert main(["inspect", str(arena_root / "ftckpt-job")]) == 0
+    assert main(["list", str(arena_root / "ftckpt-job")]) == 0
     is_golden("inspect_live", capsys.readouterr().out, arena=path.name, pid=os.getpid())
 
 
 def test_inspect_verifies(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = arena_with_snapshot(arena_root)
-    assert main(["inspect", "--verify", str(path)]) == 0
+    assert main(["verify", str(path)]) == 0
     assert [row[-1] for row in rows(capsys.readouterr().out)] == ["VERIFIED", "-", "yes"]
     flip(path / "slot1.safetensors", 4096 + 9000)
-    assert main(["inspect", str(path)]) == 0
+    assert main(["list", str(path)]) == 0
     capsys.readouterr()
-    assert main(["inspect", str(path), "--verify"]) == 1
+    assert main(["verify", str(path)]) == 1
     out = capsys.readouterr().out
     assert rows(out)[2][-1] == "BAD" and not lacks(out, "1")
 
@@ -96,7 +97,7 @@ def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pyt
     fill(arena, 0, 121, lineage=LINEAGE)
 
     def shown() -> tuple[list[str], str]:
-        assert main(["inspect", "--verify", str(path)]) == 0
+        assert main(["verify", str(path)]) == 0
         out = capsys.readouterr().out
         return rows(out)[1][2:4] + rows(out)[1][-2:], out
 
@@ -117,7 +118,7 @@ def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pyt
     assert state == ["PROTECTED", "121", "0.250s", "yes"]
     is_golden("inspect_protected", out, arena=path.name)
     flip(path / "slot0.safetensors", 4096 + 9000)
-    assert main(["inspect", str(path), "--verify"]) == 1
+    assert main(["verify", str(path)]) == 1
     assert rows(capsys.readouterr().out)[1][-1] == "BAD"
     checks.close()
     arena.close()
@@ -136,7 +137,7 @@ def test_inspect_reports_damage(
 ) -> None:
     path = arena_with_snapshot(arena_root)
     damage(path)
-    assert main(["inspect", str(path.parent)]) == 1
+    assert main(["list", str(path.parent)]) == 1
     out = capsys.readouterr().out
     assert state in {row[2] for row in rows(out)} and not lacks(out, *note.split())
 
@@ -165,7 +166,7 @@ def test_an_odd_directory_hides_no_job_and_its_name_is_not_printed(
     arena_with_snapshot(arena_root)
     (arena_root / odd).mkdir(parents=True)
     (arena_root / odd).with_name("smp.lock").touch()
-    assert main(["ls", "--arena", str(arena_root)]) == 0
+    assert main(["jobs", "--arena", str(arena_root)]) == 0
     captured = capsys.readouterr()
     assert [line.split()[:2] for line in captured.out.splitlines()[1:]] == [["job", "n0"]] and not captured.err
     assert main(["status", "none", "--arena", str(arena_root)]) == 2
@@ -180,7 +181,7 @@ def test_what_other_users_have_is_named_and_left_out(arena_root: Path, capsys: p
     arena_root.chmod(0o755)
     try:
         os.seteuid(65534)
-        assert main(["ls", "--arena", str(arena_root)]) == 0
+        assert main(["jobs", "--arena", str(arena_root)]) == 0
         captured = capsys.readouterr()
         assert not lacks(captured.out, str(arena_root))
         assert not lacks(captured.err, "ftckpt", "0")
@@ -195,9 +196,9 @@ def test_what_other_users_have_is_named_and_left_out(arena_root: Path, capsys: p
     [
         [],
         ["dance"],
-        ["inspect"],
-        ["inspect", "/nowhere/at/all"],
-        ["inspect", "x", "--quick"],
+        ["list"],
+        ["list", "/nowhere/at/all"],
+        ["list", "x", "--quick"],
         ["clean", "../x"],
         ["report"],
         ["report", "/nowhere/at/all"],

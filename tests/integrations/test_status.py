@@ -94,13 +94,13 @@ def test_what_nobody_can_be_asked_for_is_not_called_lost(job: Job, capsys: pytes
 
 
 def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ls", "--arena", str(job.root)]) == 0
+    assert main(["jobs", "--arena", str(job.root)]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[0] == ["JOB", "NODES", "RANKS", "ITERATION", "COMMITTED", "PROTECTED", "MEMORY"]
     assert table[1][:-2] == [JOB, "a,", "b,", "c", "0", "-", "6", "-"]
     assert main(["status", "nothing", "--arena", str(job.root)]) == 2
     assert f"no memory of job 'nothing' under {job.root}; jobs there: {JOB}" in capsys.readouterr().err
-    assert main(["ls", "--json", "--arena", str(job.root / "none")]) == 1
+    assert main(["jobs", "--json", "--arena", str(job.root / "none")]) == 2
     told = capsys.readouterr()
     assert not told.out and "none is not a directory" in told.err
     assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
