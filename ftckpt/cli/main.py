@@ -47,9 +47,9 @@ COMMANDS = {
     ),
     "plan": Command(
         "start",
-        "show what a job of a given size survives and costs",
+        "show what a job of a given size survives and costs, and its flags",
         (
-            "plan --params 70b --gpus-per-node 8 --nodes 16 --tp 8 --pp 4",
+            "plan --model llama3-70b --cluster dgx-h100 --nodes 16 --tp 8 --pp 4",
             "plan --params 34b --gpus-per-node 8 --nodes 8 --zero 3 --node-memory 512GiB",
         ),
     ),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -15,15 +18,17 @@ from ftckpt.cli.answers import Answer, Lines, warn
 from ftckpt.cli.options import add_node_memory
 from ftckpt.cli.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, leaner, plan
 from ftckpt.cli.plan_job import JobShape, add_shape, job_of
+from ftckpt.cli.plan_names import CLUSTERS
+from ftckpt.cli.plan_outlook import ASSUMPTIONS, Pace, outlook_of
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.text import human, human_secs
 from ftckpt.parity.table import Memory
 from ftckpt.setting import convert
-from ftckpt.smp.link import NetworkLimit, unknown_limit
+from ftckpt.smp.link import SHARE, NetworkLimit, unknown_limit
 from ftckpt.units import in_words as rate_in_words
-from ftckpt.units import rate
+from ftckpt.units import rate, seconds
 
 _MANY_RANKS = 20_000
 """Above that a plan takes seconds, and a line warns of it."""
@@ -35,19 +40,27 @@ _FLUSH_SHARE = 0.01
 """Assumed slowdown of training during a flush."""
 
 
+_SETTINGS = (
+    "slots", "interval", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate",
+    "protect", "network_rate", "persist", "mtbf",
+)  # fmt: skip
+"""Settings that a plan depends on; the command has them as options."""
+_REMEDY_FLAG = re.compile(r"(?:^| )(--ftckpt-[a-z-]+) (\S+)")
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add_shape(parser)
     defaults = Config()
     settings = {setting.name: setting for setting in fields(Config)}
-    for name in ("slots", "peer_group", "peer_losses", "objects_size", "chunk_size", "memory_limit", "persist_rate"):
+    for name in _SETTINGS:
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
-    for name in ("protect", "network_rate", "persist", "mtbf"):
-        parser.add_argument(_flag(name), default=getattr(defaults, name), help=_help(name))
-    add_node_memory(
-        parser, "host memory of a node that training leaves free, such as 512GiB; exit status 1: the job does not fit"
-    )
+    text = "host memory of a node that training leaves free, such as 512GiB; exit status 1: the job does not fit"
+    add_node_memory(parser, f"{text} (default: all of a node of --cluster)")
+    mtbf = "mean time until a node's memory is lost; default: half of 6.5 failures in 1000 days"
+    for option, secs, text in (("--iteration-time", "10s", "time of an iteration"), ("--node-mtbf", "308d", mtbf)):
+        parser.add_argument(option, type=partial(_secs, option), default=secs, metavar="TIME", help=text)
 
 
 def run_plan(arguments: argparse.Namespace) -> Lines:
@@ -58,7 +71,8 @@ def run_plan(arguments: argparse.Namespace) -> Lines:
     """
     settings_are_written(SettingSyntax.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
-    job, node_bytes = job_of(arguments, config), arguments.node_memory
+    job, cluster = job_of(arguments, config), CLUSTERS.get(arguments.cluster)
+    node_bytes = arguments.node_memory or (cluster.node_bytes if cluster is not None else 0)
     if node_bytes and config.memory_limit_bytes > node_bytes:
         raise ConfigError(
             f"--memory-limit: {config.memory_limit} is more than --node-memory; lower it, or leave it out"
@@ -68,14 +82,54 @@ def run_plan(arguments: argparse.Namespace) -> Lines:
     with _without_collection():
         planned = plan(job, config)
     limit = unknown_limit(config.network_rate)
+    if cluster is not None and config.network_rate == "auto":
+        source = f"{SHARE:.0%} of one link of {arguments.cluster}, {cluster.link_gbits:g} Gbit/s"
+        limit = NetworkLimit(SHARE * cluster.link_gbits * 1e9 / 8, source)
     verdict = judge(planned, config, node_bytes, limit) if node_bytes else None
+    outlook = outlook_of(planned, _pace(planned, config, limit, arguments.iteration_time), arguments.node_mtbf)
     assumed = list(_assumptions(planned, verdict))
     yield from _lines(config, planned, limit, verdict)
+    yield from outlook.lines()
     yield from (f"assumed: {text}" for text in assumed)
-    value = {**_as_json(config, planned, limit), "assumed": assumed}
+    flags = _flags(config, verdict)
+    yield f"flags: {flags}"
+    value = {**_as_json(config, planned, limit), **outlook.to_json(), "assumed": assumed, "flags": flags}
     yield Answer(
         value | ({"verdict": verdict.to_json()} if verdict else {}), int(not (verdict is None or verdict.good))
     )
+
+
+def _pace(planned: StartPlan, config: Config, limit: NetworkLimit, iteration_secs: float) -> Pace:
+    link_rate = (limit.bytes_per_sec or math.inf) / (SHARE if config.network_rate == "auto" else 1)
+    return Pace(
+        iteration_secs=iteration_secs,
+        snapshot_secs=iteration_secs * (config.interval if isinstance(config.interval, int) else 1),
+        protect_secs=limit.secs(max(planned.table.network.values())),
+        flush_secs=_flush_secs(config, planned),
+        flush_interval_secs=_persist_interval_secs(config, planned),
+        link_rate=link_rate,
+        storage_rate=rate(config.persist_rate) or _STORE_BYTES_PER_SEC,
+    )
+
+
+def _flags(config: Config, verdict: PlanAnswer | None) -> str:
+    """The flags of the planned job, with the remedies of ``verdict`` that are flags."""
+    remedies: dict[str, str] = {}
+    for _, remedy in verdict.faults if verdict is not None else ():
+        if remedy.startswith("--"):  # not advice to take other nodes
+            remedies |= _REMEDY_FLAG.findall(remedy)
+    words = [word for word in replace(config, enabled=True).flags() if word.partition("=")[0] not in remedies]
+    return shlex.join([*words, *(f"{flag}={value}" for flag, value in remedies.items())])
+
+
+def _secs(option: str, text: str) -> float:
+    try:
+        secs = seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if not 0 < secs < math.inf:
+        raise ConfigError(f"{option}: {text} is out of range; it must be above 0")
+    return secs
 
 
 @contextmanager
@@ -158,6 +212,9 @@ def _persist_interval_secs(config: Config, planned: StartPlan) -> float:
 def _assumptions(planned: StartPlan, verdict: PlanAnswer | None) -> Iterator[str]:
     job = planned.arrangement.job
     yield from job.assumptions()
+    yield from ASSUMPTIONS
+    if job.nodes_per_rack:
+        yield "each node starts with the label of its rack (--ftckpt-rack)"
     yield f"objects fill their space, {job.objects_bytes >> 20} MiB per rank; headers take {HEADER_BYTES >> 10} KiB"
     yield (
         f"without --persist-rate, a node writes {rate_in_words(_STORE_BYTES_PER_SEC)} to storage; a flush slows "
@@ -213,7 +270,7 @@ class PlanAnswer:
         }
 
     def assumed(self) -> Iterator[str]:
-        yield "--node-memory is the memory that training leaves free"
+        yield f"training leaves {human(self.node_bytes)} of a node's host memory free (--node-memory)"
         if self.need.sum > _TMPFS_SHARE * self.node_bytes:
             yield f"the tmpfs has room for {human(self.need.sum)}; /dev/shm has half of a node's memory by default"
 

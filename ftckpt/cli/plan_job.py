@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from ftckpt.cli.plan_names import CLUSTERS, MODELS
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.manifest import MAX_CHUNKS, shard_name
@@ -169,12 +170,14 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
     parser.add_argument("--dp", type=int, help="DP size (default: fills --nodes, else 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks per node")
+    parser.add_argument("--cluster", choices=CLUSTERS, help="nodes by name: GPUs, host memory, network")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks per node (default: that of --cluster)")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: tp*pp*dp*cp / --gpus-per-node)")
-    text = "parameters of the model, such as 34b or 34e9"
-    parser.add_argument("--params", type=partial(_count, "--params"), required=True, help=text)
+    parser.add_argument("--model", choices=MODELS, help="a model by name: parameters, layers, hidden size")
+    text = "parameters of the model, such as 34b or 34e9 (default: those of --model)"
+    parser.add_argument("--params", type=partial(_count, "--params"), help=text)
     count, text = partial(_count, "--expert-params"), "how many of them are in experts"
-    parser.add_argument("--expert-params", type=count, default=0, metavar="P", help=text)
+    parser.add_argument("--expert-params", type=count, metavar="P", help=text)
     parser.add_argument("--layers", type=int, metavar="N", help="layers; checks that stages divide them")
     parser.add_argument(
         "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP's (default: distributed)"
@@ -203,6 +206,7 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     Raises:
         ConfigError: an impossible job; the message names the option and the remedy.
     """
+    arguments = _with_names(arguments)
     etp = arguments.tp if arguments.etp is None else arguments.etp
     _check_sizes({**vars(arguments), "etp": etp})
     arguments = argparse.Namespace(**{**vars(arguments), "dp": _data_parallel(arguments)})
@@ -230,6 +234,27 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
             "more ranks, or a larger --ftckpt-chunk-size"
         )
     return job
+
+
+def _with_names(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Fills in what ``--model`` and ``--cluster`` stand for and the command line does not give."""
+    model, cluster = MODELS.get(arguments.model), CLUSTERS.get(arguments.cluster)
+    known = {"expert_params": 0.0}
+    if model is not None:
+        known |= {"params": model.params, "expert_params": model.expert_params if arguments.params is None else 0.0}
+        if (stages := arguments.pp * arguments.vpp) > model.layers:
+            raise ConfigError(f"--pp: pp*vpp = {stages} is more than the {model.layers} layers of {arguments.model}")
+        if model.hidden % max(1, arguments.tp):
+            raise ConfigError(
+                f"--tp: {arguments.tp} does not divide the hidden size of {arguments.model}, {model.hidden}"
+            )
+    if cluster is not None:
+        known["gpus_per_node"] = cluster.gpus
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name, by_name in (("params", "--model"), ("gpus_per_node", "--cluster")):
+        if name not in known | given:
+            raise ConfigError(f"--{name.replace('_', '-')}: is missing; give it, or a name with {by_name}")
+    return argparse.Namespace(**{**vars(arguments), **known, **given})
 
 
 def _check_nodes(ranks: int, per_node: int) -> None:
