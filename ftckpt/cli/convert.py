@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from os import _exit as exit_now
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def _end_with_input() -> None:
     # The starting process never writes to this pipe; it reads as ended once that process exits, even if killed.
     while os.read(0, 4096):
         pass
-    os._exit(_INTERRUPTED)
+    exit_now(_INTERRUPTED)
 
 
 def _run(arguments: argparse.Namespace) -> Lines:

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ftckpt.errors import EventLogError
 from ftckpt.event_file import with_older
-from ftckpt.model.text import listed
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 MOST_LINE_BYTES = 16 << 20
@@ -95,12 +94,6 @@ def event_logs(run: Path, remedy: str, on_bytes: Callable[[int], object] = int) 
     if not directories:
         raise EventLogError(f"{run}: no event logs (rank0.jsonl and so on); {remedy}")
     return [EventLog(directory, on_bytes) for directory in directories]
-
-
-def note_of_choice(chosen: EventLog, others: set[str]) -> list[str]:
-    """A note about the other directories with events, if any."""
-    names = sorted(others - {str(chosen.directory)})
-    return [f"taken from {chosen.directory}, the newest; there are also {listed(names)}"] if names else []
 
 
 _MAX_NUMBER = 1e15

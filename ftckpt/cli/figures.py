@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ftckpt.cli.attempts import Age
 from ftckpt.cli.history import BlockedTime
 from ftckpt.cli.recovery import PARTS, Losses, Recovery, ascending_runs
 from ftckpt.cli.timeline import IDLE, Copy, RankTimeline, Timeline
@@ -38,14 +37,24 @@ _MAX_NUMBERED = 16
 """Up to so many ranks micro-batches are numbered."""
 
 
-def losses(own: Losses, reference: Losses, names: tuple[str, str], restarts: Sequence[Recovery]) -> bytes:
-    """The training loss of the run above that of a reference, by iteration."""
-    figure, axes = _axes("loss", restarts)
-    if reference:
-        axes.plot(*zip(*reference, strict=True), color="#b9c6d8", linewidth=7, label=names[1])
-    for number, run in enumerate(ascending_runs(own)):
-        label = names[0] if number == 0 else None
-        axes.plot(*zip(*run, strict=True), color="#1f5fbf", marker="." if len(own) < 200 else None, label=label)
+class Curve(NamedTuple):
+    """Points by iteration, with an argument of matplotlib's ``plot`` for their style."""
+
+    label: str
+    color: str
+    points: Losses
+    style: Mapping[str, Any] = {}
+
+
+def curves(unit: str, found: Sequence[Curve], restarts: Sequence[Recovery], from_zero: bool = True) -> bytes:
+    """Curves over iterations; where training rolled back, a curve starts again."""
+    figure, axes = _axes(unit, restarts)
+    for one in found:
+        for number, run in enumerate(ascending_runs(one.points)):
+            label = one.label if number == 0 else None
+            axes.plot(*zip(*run, strict=True), color=one.color, label=label, **one.style)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     return _png(figure, axes)
 
 
@@ -78,28 +87,6 @@ def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> b
     axes.vlines(iterations, 0, boundary, "#1f5fbf", linewidth=width * 0.6, label="at the boundary, median rank")
     tops = [one + more for one, more in zip(boundary, fence, strict=True)]
     axes.vlines(iterations, boundary, tops, "#e0a100", linewidth=width * 0.6, label="in the fence, median rank")
-    axes.set_ylim(bottom=0)
-    return _png(figure, axes)
-
-
-def ages(found: Sequence[Age], restarts: Sequence[Recovery]) -> bytes:
-    """The ages of the newest committed, protected and persisted snapshots at each boundary."""
-    figure, axes = _axes("iterations", restarts)
-    _count_whole(axes.yaxis)
-    colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
-    for name, color in colors.items():
-        points = [(age.iteration, getattr(age, name)) for age in found if getattr(age, name) is not None]
-        for number, run in enumerate(ascending_runs(points)):
-            label = f"newest {name}" if number == 0 else None
-            axes.plot(*zip(*run, strict=True), color=color, label=label, drawstyle="steps-mid")
-    axes.set_ylim(bottom=0)
-    return _png(figure, axes)
-
-
-def protection_lags(lags: Losses, restarts: Sequence[Recovery]) -> bytes:
-    """The time from the boundary of each snapshot until it was protected."""
-    figure, axes = _axes("seconds", restarts)
-    axes.plot(*zip(*lags, strict=True), ".", color="#7c4dbd", label="until protected")
     axes.set_ylim(bottom=0)
     return _png(figure, axes)
 

@@ -2,7 +2,7 @@
 
 Exit status: 0 success; 1 corrupt data, or a negative answer; 2 the command failed; 130 interrupted.
 
-A command is a row of ``COMMANDS``. Its module, which is imported only when the command runs, has ``add_NAME``, which
+A command is a line of ``_HELP``. Its module, which is imported only when the command runs, has ``add_NAME``, which
 adds its arguments to a parser, and ``run_NAME``, a generator of lines and an ``Answer``.
 """
 
@@ -25,80 +25,84 @@ if TYPE_CHECKING:
     from ftckpt.cli.answers import Lines
 
 
+_HELP = """
+start
+  init     write launch scripts and configurations to edit
+    ftckpt init torchrun my-job
+    ftckpt init slurm my-job --force
+  check    test whether machines meet a job's requirements; launch it like the job
+    ftckpt check --host
+    ftckpt check --node-memory 400GiB
+    torchrun --nproc-per-node 8 -m ftckpt check
+  plan     show what a job of a given size survives and costs, and its flags
+    ftckpt plan --model llama3-70b --cluster dgx-h100 --nodes 16 --tp 8 --pp 4
+    ftckpt plan --params 34b --gpus-per-node 8 --nodes 8 --zero 3 --node-memory 512GiB
+  run      launch a job with torchrun's own arguments; restarts import nothing
+    ftckpt run --nproc-per-node 8 --max-restarts 20 --rdzv-id my-run train.py --ftckpt
+watch
+  status   show a job's snapshots on all nodes, and which one a restart takes
+    ftckpt status
+    ftckpt status my-run --watch 5
+  jobs     list the jobs that have memory on this machine
+    ftckpt jobs
+  report   write a page about a run from its event logs
+    ftckpt report runs/my-run
+    ftckpt report --trace runs/my-run
+storage
+  list     list snapshots on storage, or in memory
+    ftckpt list /checkpoints/my-run
+    ftckpt list my-run
+  verify   read every byte of snapshots and compare checksums
+    ftckpt verify /checkpoints/my-run
+    ftckpt verify s3://bucket/my-run --iteration 1200
+  pin      keep a checkpoint: no job removes or replaces it
+    ftckpt pin /checkpoints/my-run 1200
+    ftckpt pin /checkpoints/my-run/iter_0001200 --remove
+  save     flush the newest snapshot of a job whose ranks have ended, on all nodes at once
+    ftckpt save my-run
+    ftckpt save my-run /checkpoints/final --to universal
+  convert  convert a checkpoint to a format that any layout loads
+    ftckpt convert /checkpoints/my-run universal-12
+    ftckpt convert my-run weights --to safetensors --roles weight
+tidy
+  clean    delete this node's memory of a job that does not run
+    ftckpt clean my-run
+hidden
+  ended    print the exit code and the reason if the run named by FTCKPT_RUN is over
+"""
+"""Groups, their commands, and examples of each; launch scripts call the hidden ones."""
+_MODULES = {"jobs": "status", "list": "snapshots", "verify": "snapshots", "pin": "snapshots"}
+"""Modules of commands that do not have their name."""
+
+
 class Command(NamedTuple):
-    """A command in the help: ``group`` "" hides it. ``module``: its file, if not its name."""
+    """A command in the help."""
 
     group: str
     text: str
-    examples: tuple[str, ...] = ()
-    module: str = ""
+    examples: list[str]
+
+    @property
+    def is_hidden(self) -> bool:
+        return self.group == "hidden"
 
 
-COMMANDS = {
-    "init": Command(
-        "start",
-        "write launch scripts and configurations to edit",
-        ("init torchrun my-job", "init slurm my-job --force"),
-    ),
-    "check": Command(
-        "start",
-        "test whether machines meet a job's requirements; launch it like the job",
-        ("check --host", "check --node-memory 400GiB", "torchrun --nproc-per-node 8 -m ftckpt check"),
-    ),
-    "plan": Command(
-        "start",
-        "show what a job of a given size survives and costs, and its flags",
-        (
-            "plan --model llama3-70b --cluster dgx-h100 --nodes 16 --tp 8 --pp 4",
-            "plan --params 34b --gpus-per-node 8 --nodes 8 --zero 3 --node-memory 512GiB",
-        ),
-    ),
-    "run": Command(
-        "start",
-        "launch a job with torchrun's own arguments; restarts import nothing",
-        ("run --nproc-per-node 8 --max-restarts 20 --rdzv-id my-run train.py --ftckpt",),
-    ),
-    "status": Command(
-        "watch",
-        "show a job's snapshots on all nodes, and which one a restart takes",
-        ("status", "status my-run --watch 5"),
-    ),
-    "jobs": Command("watch", "list the jobs that have memory on this machine", ("jobs", "jobs --json"), "status"),
-    "report": Command(
-        "watch", "write a page about a run from its event logs", ("report runs/my-run", "report --trace runs/my-run")
-    ),
-    "list": Command(
-        "storage",
-        "list snapshots on storage, or in memory",
-        ("list /checkpoints/my-run", "list my-run"),
-        "snapshots",
-    ),
-    "verify": Command(
-        "storage",
-        "read every byte of snapshots and compare checksums",
-        ("verify /checkpoints/my-run", "verify s3://bucket/my-run --iteration 1200", "verify my-run"),
-        "snapshots",
-    ),
-    "pin": Command(
-        "storage",
-        "keep a checkpoint: no job removes or replaces it",
-        ("pin /checkpoints/my-run 1200", "pin /checkpoints/my-run/iter_0001200 --remove"),
-        "snapshots",
-    ),
-    "save": Command(
-        "storage",
-        "flush the newest snapshot of a job whose ranks have ended, on all nodes at once",
-        ("save my-run", "save my-run /checkpoints/final --to universal"),
-    ),
-    "convert": Command(
-        "storage",
-        "convert a checkpoint to a format that any layout loads",
-        ("convert /checkpoints/my-run universal-12", "convert my-run weights --to safetensors --roles weight"),
-    ),
-    "clean": Command("tidy", "delete this node's memory of a job that does not run", ("clean my-run",)),
-    "smp": Command("", "run, query or stop the snapshot management process of this node"),
-    "ended": Command("", "print the exit code and the reason if the run named by FTCKPT_RUN is over"),
-}
+def _commands() -> dict[str, Command]:
+    found: dict[str, Command] = {}
+    group = name = ""
+    for line in _HELP.strip().splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            group = line
+        elif indent == 2:
+            name, text = line.split(maxsplit=1)
+            found[name] = Command(group, text, [])
+        else:
+            found[name].examples.append(line.strip())
+    return found
+
+
+COMMANDS = _commands()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,7 +155,7 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         problem = f"{name}: no such command{_meant(name, COMMANDS)}" if name else "no command"
         raise ConfigError(f"{problem} (see ftckpt --help)")
-    module = import_module(f"ftckpt.cli.{COMMANDS[name].module or name}")
+    module = import_module(f"ftckpt.cli.{_MODULES.get(name, name)}")
     if name == "run":  # torchrun parses all arguments, --help among them
         return int(module.run_run(words[1:]))
     parser = _Parser(name, COMMANDS[name])
@@ -181,16 +185,16 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _examples(examples: Iterable[str]) -> str:
-    lines = (one if one.startswith("torchrun") else f"ftckpt {one}" for one in examples)
-    return "\n".join(["examples:", *(f"  {line}" for line in lines)])
+    return "\n".join(["examples:", *(f"  {line}" for line in examples)])
 
 
 def _overview() -> Iterator[str]:
+    shown = {name: command for name, command in COMMANDS.items() if not command.is_hidden}
     yield "usage: ftckpt COMMAND ...\n\nIn-memory snapshots of training state."
-    for group in dict.fromkeys(command.group for command in COMMANDS.values() if command.group):
+    for group in dict.fromkeys(command.group for command in shown.values()):
         yield f"\n{group}:"
-        yield from (f"  {name:<9}{one.text}" for name, one in COMMANDS.items() if one.group == group)
-    yield f"\n{_examples(command.examples[0] for command in COMMANDS.values() if command.examples)}"
+        yield from (f"  {name:<9}{command.text}" for name, command in shown.items() if command.group == group)
+    yield f"\n{_examples(command.examples[0] for command in shown.values())}"
     yield "\n'ftckpt COMMAND --help' has the options of a command, 'ftckpt --version' the versions found."
 
 

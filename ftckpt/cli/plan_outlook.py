@@ -60,7 +60,7 @@ class FailureCost:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What failures cost, and the probability that memory survives those of a month: ``at_least`` that much by the
+    """The costs of failures, and the probability that memory survives those of a month: ``at_least`` that much by the
     exact counts of single and double losses, with more lost at once counted as not survived; ``sampled`` by
     simulation, None if the job is too large for it."""
 
@@ -137,23 +137,6 @@ def sampled_share(forecast: Forecast, at_once: int, samples: int = _SAMPLES, see
     return (
         sum(forecast.survived(frozenset(), frozenset(draw.sample(nodes, at_once))) for _ in range(samples)) / samples
     )
-
-
-def grouped_share(groups: Sequence[tuple[int, int]], at_once: int) -> float:
-    """The closed form for disjoint groups of (nodes, losses that a group tolerates): the share of cases of
-    ``at_once`` lost nodes in which no group loses more.
-
-    GEMINI (SOSP'23) has it for groups of replicas, REFT (arXiv 2310.12670) for groups with one parity block each.
-    """
-    ways = [1]  # by number of lost nodes: the cases that are survived in the groups so far
-    for size, losses in groups:
-        of_group = [math.comb(size, lost) for lost in range(min(losses, size) + 1)]
-        ways = [
-            sum(ways[total - lost] * num for lost, num in enumerate(of_group) if 0 <= total - lost < len(ways))
-            for total in range(len(ways) + len(of_group) - 1)
-        ]
-    cases = math.comb(sum(size for size, _ in groups), at_once)
-    return ways[at_once] / cases if at_once < len(ways) else 0.0
 
 
 def month_survived(share_of: Callable[[int], float], nodes: int, node_mtbf_secs: float, exposed_secs: float) -> float:

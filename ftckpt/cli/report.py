@@ -6,7 +6,6 @@ import argparse
 import base64
 import importlib.util
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from ftckpt.cli.recovery import Recovery
 from ftckpt.cli.sections import Additions, sections_of
 from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
 from ftckpt.errors import ConfigError, EventLogError
+from ftckpt.memory.directory import fresh_name
 from ftckpt.model.text import aligned
 
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
@@ -134,7 +134,7 @@ def _row(one: Recovery) -> tuple[str, ...]:
 
 def _timeline(history: RunHistory, iteration: int | None = None, is_asked: bool = False) -> Timeline | None:
     try:
-        return read_timeline(history.directory, iteration)
+        return read_timeline(history, iteration)
     except EventLogError:
         if is_asked:
             raise
@@ -189,11 +189,7 @@ def _tiles(history: RunHistory) -> dict[str, str]:
 def _replace_file(path: Path, text: str) -> None:
     """Replaces a file atomically, so that no reader sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory, as rename needs one file system; with the pid, as two processes may write the same page.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with fresh_name(path) as temporary:
         # JSON may contain lone surrogates, which cannot be encoded.
         temporary.write_text(text, encoding="utf-8", errors="replace")
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ def run_save(arguments: argparse.Namespace) -> Lines:
                     f"{where} also has iteration {newer}, and a start from there restores that: "
                     f"save to another place, or start with --ftckpt-rollback-before {newer}"
                 )
-    yield Answer({"job": job, "nodes": [one._asdict() for one in saved]})
+    yield Answer({"job": job, "nodes": [{"node": one.node, "iteration": one.iteration} for one in saved]})
 
 
 def _save(node_dir: Path, job: str, request: PersistRequest, at_end: bool, progress: Progress) -> _Saved:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ftckpt.cli import figures
 from ftckpt.cli.event_log import count
+from ftckpt.cli.figures import Curve
 from ftckpt.cli.history import Line, RunHistory
 from ftckpt.cli.recovery import Losses, Recovery
 from ftckpt.cli.timeline import PLACES, REMEDY, Timeline
@@ -74,7 +75,10 @@ def _losses(history: RunHistory, reference: Losses, reference_name: str) -> Page
             "None were found. To draw losses, write JSON lines with iteration and loss to a file NAME.jsonl in the "
             "directory of the events, or above it.",
         )
-    figure = figures.losses(history.losses, reference, ("this run", reference_name), history.restarts)
+    marker = "." if len(history.losses) < 200 else ""
+    runs = [Curve(reference_name, "#b9c6d8", reference, {"linewidth": 7})] if reference else []
+    runs.append(Curve("this run", "#1f5fbf", history.losses, {"marker": marker}))
+    figure = figures.curves("loss", runs, history.restarts, from_zero=False)
     return PageSection(title, "An iteration that was trained again is drawn again.", figure)
 
 
@@ -143,7 +147,12 @@ def _ages(history: RunHistory) -> PageSection:
     )
     for name in ("protected", "persisted"):
         note += "" if any(getattr(age, name) is not None for age in ages) else f" None was {name}."
-    return PageSection(title, note, figures.ages(ages, history.restarts))
+    colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
+    drawn = []
+    for name, color in colors.items():
+        points = [(one.iteration, float(age)) for one in ages if (age := getattr(one, name)) is not None]
+        drawn.append(Curve(f"newest {name}", color, points, {"drawstyle": "steps-mid"}))
+    return PageSection(title, note, figures.curves("iterations", drawn, history.restarts))
 
 
 def _protection(history: RunHistory) -> PageSection:
@@ -164,7 +173,8 @@ def _protection(history: RunHistory) -> PageSection:
     lags = [(iteration, secs) for attempt in history.attempts for iteration, secs in attempt.lags()]
     typical = f"{median(secs for _, secs in lags):.2f} s, median" if lags else "no snapshot was protected"
     terms["from the boundary of a snapshot until it was protected"] = typical
-    figure = figures.protection_lags(lags, history.restarts) if lags else b""
+    until = Curve("until protected", "#7c4dbd", lags, {"linestyle": "", "marker": "."})
+    figure = figures.curves("seconds", [until], history.restarts) if lags else b""
     return PageSection(title, "", figure, ["loss", "cases", "survived", "example not survived"], rows, terms)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -11,12 +10,8 @@ from ftckpt.cli.targets import arenas_under, jobs_in
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.control_block import SlotRecord
-from ftckpt.memory.directory import PULSE_NAME
-from ftckpt.memory.heartbeat import Heartbeat
-from ftckpt.memory.page import pid_of
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import aligned, listed
-from ftckpt.smp.liveness import Liveness
 
 _COLUMNS = ("ARENA", "SLOT", "STATE", "ITERATION", "LINEAGE", "BYTES", "GAP", "VERIFIED")
 _MOST_NAMED = 8
@@ -29,8 +24,6 @@ def slots_at(path: Path, verify: bool) -> Lines:
     table = _SlotTable(verify)
     for arena in arenas:
         table.add("/".join(arena.parts[-3 if jobs else -2 :]), arena)
-    for node_dir in sorted({arena.parent for arena in arenas}):
-        table.add_ranks(node_dir)
     yield aligned([_COLUMNS, *table.rows], len(_COLUMNS))
     yield from table.notes
     yield from map(alarming, table.problems)
@@ -65,18 +58,6 @@ class _SlotTable:
             for what, snapshot in (("being protected", control.target()), ("protected", control.protected())):
                 if snapshot is not None:
                     self.notes.append(f"{name}: {what} on all nodes: {_in_words(snapshot)}")
-
-    def add_ranks(self, node_dir: Path) -> None:
-        """Notes the position of each live rank of a node."""
-        if not (node_dir / PULSE_NAME).exists():  # open() would create it
-            return
-        now_ns = time.monotonic_ns()
-        for pulse in Liveness(node_dir).judge(Heartbeat.open(node_dir, None).ranks()):
-            if pulse.lives is not False:
-                self.notes.append(
-                    f"{node_dir.name}: rank {pulse.rank}, pid {pid_of(pulse.owner)}: {pulse.where}; last heartbeat "
-                    f"{max(0, now_ns - pulse.beat_ns) / 1e9:.1f} s ago"
-                )
 
     def _add_slot(self, name: str, arena: Arena, slot: int) -> None:
         record, bad = arena.control.record(slot), list[str]()

@@ -15,8 +15,7 @@ from ftckpt.cli.main import main
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.checks import Checks
 from ftckpt.memory.control_block import FORMAT
-from ftckpt.memory.directory import PULSE_NAME, node_directory
-from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.directory import node_directory
 from ftckpt.memory.locks import JobLock
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
@@ -49,8 +48,10 @@ def test_inspect_an_arena_a_node_or_a_job(arena_root: Path, capsys: pytest.Captu
     path = arena_with_snapshot(arena_root)
     target = [path, path.parent, path.parent.parent][up]
     assert main(["list", str(target)]) == 0
-    out = capsys.readouterr().out
-    is_golden("inspect", out, arena=path.name)
+    found = rows(capsys.readouterr().out)
+    assert [row[:4] for row in found[1:]] == [
+        [f"n0/{path.name}", "0", "EMPTY", "-"], [f"n0/{path.name}", "1", "SEALED", "120"],
+    ]  # fmt: skip
 
 
 def test_inspect_a_job_by_its_name(
@@ -65,17 +66,6 @@ def test_inspect_a_job_by_its_name(
     assert capsys.readouterr().out == "./job: no snapshot\n", "with a slash it is a path"
     assert main(["list", "jib", "--arena", str(arena_root)]) == 2
     assert not lacks(capsys.readouterr().err, "jib", str(arena_root))
-
-
-def test_inspect_shows_where_ranks_that_live_are(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = arena_with_snapshot(arena_root)
-    node_dir = path.parent
-    assert main(["list", str(arena_root / "ftckpt-job")]) == 0
-    assert str(os.getpid()) not in capsys.readouterr().out and not (node_dir / PULSE_NAME).exists()
-    Heartbeat.open(node_dir, 1, 7).beat(41, "start")
-    Heartbeat.open(node_dir, 0, 6).leave()
-    assert main(["list", str(arena_root / "ftckpt-job")]) == 0
-    is_golden("inspect_live", capsys.readouterr().out, arena=path.name, pid=os.getpid())
 
 
 def test_inspect_verifies(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,13 +100,13 @@ def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pyt
     checks.store_checked(0, named, hashes, 0.25)
     assert shown()[0] == ["CHECKED", "121", "0.250s", "yes"]
     control.mark_target(SnapshotId(LINEAGE, 121))
-    is_golden("inspect_target", shown()[1], arena=path.name)
+    assert "being protected on all nodes: iteration 121" in shown()[1]
     control.mark_target(None)
     checks.store_encoded(0, named)
     control.mark_protected(SnapshotId(LINEAGE, 121))
     state, out = shown()
     assert state == ["PROTECTED", "121", "0.250s", "yes"]
-    is_golden("inspect_protected", out, arena=path.name)
+    is_golden("verify", out, arena=path.name)
     flip(path / "slot0.safetensors", 4096 + 9000)
     assert main(["verify", str(path)]) == 1
     assert rows(capsys.readouterr().out)[1][-1] == "BAD"
@@ -150,7 +140,7 @@ def test_clean(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert captured.out == "" and captured.err.count("\n") == 1
         assert not lacks(captured.err, "ftckpt", "job")
     assert main(["clean", "job", "--arena", str(arena_root)]) == 0
-    assert capsys.readouterr().out == f"removed {path}\n"
+    is_golden("clean", capsys.readouterr().out, arena=path)
     assert list(arena_root.iterdir()) == []
     assert main(["clean", "job", "--arena", str(arena_root)]) == 1
     captured = capsys.readouterr()

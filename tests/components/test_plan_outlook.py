@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ from ftckpt.cli.plan_names import CLUSTERS, MODELS
 from ftckpt.cli.plan_outlook import (
     MONTH_SECS,
     Pace,
-    grouped_share,
     month_survived,
     outlook_of,
     sampled_share,
@@ -42,6 +42,23 @@ def started(nodes: int, group: int, losses: int = 1) -> StartPlan:
 def forecast_of(planned: StartPlan) -> Forecast:
     arrangement = planned.arrangement
     return Forecast(arrangement.groups, arrangement.mirrors, arrangement.holdings)
+
+
+def grouped_share(groups: Sequence[tuple[int, int]], at_once: int) -> float:
+    """The published form, for disjoint groups of (nodes, losses that a group tolerates): the share of cases of
+    ``at_once`` lost nodes in which no group loses more.
+
+    GEMINI (SOSP'23) has it for groups of replicas, REFT (arXiv 2310.12670) for groups with one parity block each.
+    """
+    ways = [1]  # by number of lost nodes: the cases that are survived in the groups so far
+    for size, losses in groups:
+        of_group = [math.comb(size, lost) for lost in range(min(losses, size) + 1)]
+        ways = [
+            sum(ways[total - lost] * num for lost, num in enumerate(of_group) if 0 <= total - lost < len(ways))
+            for total in range(len(ways) + len(of_group) - 1)
+        ]
+    cases = math.comb(sum(size for size, _ in groups), at_once)
+    return ways[at_once] / cases if at_once < len(ways) else 0.0
 
 
 def test_the_published_case_of_gemini() -> None:

@@ -14,9 +14,11 @@ import torch
 
 from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.cli import check as whole_check
 from ftckpt.cli import check_device
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.cli.main import main
+from tests.support.repository import is_golden
 
 pytestmark = pytest.mark.multiproc
 
@@ -46,6 +48,22 @@ def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "failed  host: room: " in out and "FAILED host, room: " in out
     assert "1000.0 TiB are needed" in out
+
+
+FOUND = [
+    CheckResult("host", "room", PASSED, "512.0 GiB are free"),
+    CheckResult("host", "cores", WARNED, "8 cores for 8 rank(s) and the SMP", "give ranks more cores"),
+    CheckResult("device", "rate", FAILED, "0.1 GB/s", "check that the rank's cores are near the device"),
+    CheckResult("network", "ranks", SKIPPED, "one process"),
+]
+
+
+def test_results_then_remedies_then_their_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_check, "_checks", lambda *_: iter(FOUND))
+    assert main(["check"]) == 1
+    is_golden("check", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
