@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ftckpt.cli.history import BlockedTime
 from ftckpt.cli.recovery import PARTS, Losses, Recovery, ascending_runs
 from ftckpt.cli.timeline import IDLE, Copy, RankTimeline, Timeline
 
@@ -33,8 +32,6 @@ copy       #e08a00  copy of the snapshot
 _SPAN_COLORS = {line.split()[0]: line.split()[1] for line in _SPANS.strip().splitlines()}
 _SPAN_NAMES = {line.split()[0]: line.split(maxsplit=2)[2] for line in _SPANS.strip().splitlines()}
 _MAX_RANKS = 64
-_MAX_NUMBERED = 16
-"""Up to so many ranks micro-batches are numbered."""
 
 
 class Curve(NamedTuple):
@@ -75,28 +72,12 @@ def restart_times(restarts: Sequence[Recovery]) -> bytes:
     return _png(figure, axes, len(PARTS))
 
 
-def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> bytes:
-    """The time for which snapshots blocked training, by iteration."""
-    figure, axes = _axes("milliseconds", restarts)
-    iterations = list(times)
-    boundary, fence, slowest = (
-        [getattr(one, part) * 1e3 for one in times.values()] for part in ("boundary", "fence", "slowest")
-    )
-    width = min(9.0, max(0.6, 500 / len(times)))
-    axes.vlines(iterations, 0, slowest, "#d5dce6", linewidth=width, label="slowest rank")
-    axes.vlines(iterations, 0, boundary, "#1f5fbf", linewidth=width * 0.6, label="at the boundary, median rank")
-    tops = [one + more for one, more in zip(boundary, fence, strict=True)]
-    axes.vlines(iterations, boundary, tops, "#e0a100", linewidth=width * 0.6, label="in the fence, median rank")
-    axes.set_ylim(bottom=0)
-    return _png(figure, axes)
-
-
 def timeline(found: Timeline) -> bytes:
     """The compute spans and copies of one iteration, two lanes for each rank."""
     from matplotlib.patches import Patch
 
     ranks = shown(found)
-    figure, axes = _figure(1.3 + max(2.0, (0.5 if len(ranks) <= _MAX_NUMBERED else 0.2) * len(ranks)))
+    figure, axes = _figure(1.3 + max(2.0, (0.5 if len(ranks) <= 16 else 0.2) * len(ranks)))
     kinds: Counter[str] = Counter()
     for row, rank in enumerate(ranks):
         for kind, bars in _bars(found, rank).items():
@@ -105,8 +86,6 @@ def timeline(found: Timeline) -> bytes:
             # Edges make spans shorter than a pixel visible.
             edge = "white" if kind in ("forward", "backward") else _SPAN_COLORS[kind]
             axes.broken_barh(bars, lane, facecolor=_SPAN_COLORS[kind], edgecolor=edge, linewidth=0.5)
-        if len(ranks) <= _MAX_NUMBERED:
-            _number(axes, found, rank, row)
     axes.set_yticks(range(len(ranks)), [f"{rank.rank}  {rank.label}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.set_xlabel("milliseconds since the earliest boundary")
@@ -146,17 +125,6 @@ def _bars(found: Timeline, rank: RankTimeline) -> dict[str, list[tuple[float, fl
     for copy in merged(rank.copies, rank.secs / 2000):
         bars["copy"].append(((shift + copy.begin) * 1e3, (copy.end - copy.begin) * 1e3))
     return {kind: found for kind, found in sorted(bars.items(), key=lambda one: one[0] == "stop") if found}
-
-
-def _number(axes: Axes, found: Timeline, rank: RankTimeline, row: int) -> None:
-    """Writes the number of each micro-batch into its forward and backward."""
-    seen: Counter[str] = Counter()
-    for span in rank.spans:
-        if span.kind in ("forward", "backward") and span.end - span.begin > rank.secs / 60:
-            seen[span.kind] += 1
-            middle = (rank.begin - found.origin + (span.begin + span.end) / 2) * 1e3
-            color = "white" if span.kind == "backward" else "#10233f"
-            axes.text(middle, row - 0.11, str(seen[span.kind]), color=color, ha="center", va="center", fontsize=7)
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:

@@ -47,7 +47,7 @@ watch
     ftckpt jobs
   report   write a page about a run from its event logs
     ftckpt report runs/my-run
-    ftckpt report --trace runs/my-run
+    ftckpt report runs/my-run --iteration 1200
 storage
   list     list snapshots on storage, or in memory
     ftckpt list /checkpoints/my-run

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -79,36 +77,41 @@ def run_plan(arguments: argparse.Namespace) -> Lines:
         )
     if job.ranks > _MANY_RANKS:
         warn(f"{job.ranks} ranks: this takes some seconds")
-    with _without_collection():
-        planned = plan(job, config)
+    planned = plan(job, config)
     limit = unknown_limit(config.network_rate)
     if cluster is not None and config.network_rate == "auto":
         source = f"{SHARE:.0%} of one link of {arguments.cluster}, {cluster.link_gbits:g} Gbit/s"
         limit = NetworkLimit(SHARE * cluster.link_gbits * 1e9 / 8, source)
-    verdict = judge(planned, config, node_bytes, limit) if node_bytes else None
-    outlook = outlook_of(planned, _pace(planned, config, limit, arguments.iteration_time), arguments.node_mtbf)
+    pace = _pace(planned, config, limit, arguments.iteration_time)
+    verdict = judge(planned, config, node_bytes, limit, pace.mtbf_secs) if node_bytes else None
+    outlook = outlook_of(planned, pace, arguments.node_mtbf)
     assumed = list(_assumptions(planned, verdict))
-    yield from _lines(config, planned, limit, verdict)
+    if verdict is not None:
+        yield verdict.line()
+    yield from _lines(planned, limit, pace)
     yield from outlook.lines()
     yield from (f"assumed: {text}" for text in assumed)
     flags = _flags(config, verdict)
     yield f"flags: {flags}"
-    value = {**_as_json(config, planned, limit), **outlook.to_json(), "assumed": assumed, "flags": flags}
+    value = {**_as_json(planned, limit, pace), **outlook.to_json(), "assumed": assumed, "flags": flags}
     yield Answer(
         value | ({"verdict": verdict.to_json()} if verdict else {}), int(not (verdict is None or verdict.good))
     )
 
 
 def _pace(planned: StartPlan, config: Config, limit: NetworkLimit, iteration_secs: float) -> Pace:
-    link_rate = (limit.bytes_per_sec or math.inf) / (SHARE if config.network_rate == "auto" else 1)
+    """The times that follow from rates; a running job measures the cost of a flush."""
+    job, storage_rate = planned.arrangement.job, rate(config.persist_rate) or _STORE_BYTES_PER_SEC
+    flush_secs = planned.arrangement.copied_bytes * job.gpus_per_node / storage_rate
+    mtbf = mtbf_secs(config.mtbf, job.nodes)
     return Pace(
         iteration_secs=iteration_secs,
         snapshot_secs=iteration_secs * (config.interval if isinstance(config.interval, int) else 1),
         protect_secs=limit.secs(max(planned.table.network.values())),
-        flush_secs=_flush_secs(config, planned),
-        flush_interval_secs=_persist_interval_secs(config, planned),
-        link_rate=link_rate,
-        storage_rate=rate(config.persist_rate) or _STORE_BYTES_PER_SEC,
+        flush_secs=flush_secs,
+        flush_interval_secs=best_interval_secs(_FLUSH_SHARE * flush_secs, flush_secs, mtbf),
+        mtbf_secs=mtbf,
+        link_rate=(limit.bytes_per_sec or math.inf) / (SHARE if config.network_rate == "auto" else 1),
     )
 
 
@@ -132,19 +135,7 @@ def _secs(option: str, text: str) -> float:
     return secs
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Disables garbage collection: it takes a sixth of the time, and the millions of objects have no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _as_json(config: Config, planned: StartPlan, limit: NetworkLimit) -> dict[str, Any]:
+def _as_json(planned: StartPlan, limit: NetworkLimit, pace: Pace) -> dict[str, Any]:
     job, table = planned.arrangement.job, planned.table
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
     alike = [{"ranks": ranks, "bytes": nbytes, "sets": times} for (ranks, nbytes), times in sorted(sets.items())]
@@ -157,15 +148,13 @@ def _as_json(config: Config, planned: StartPlan, limit: NetworkLimit) -> dict[st
         "left_out": planned.left_out,
         "slots": planned.slots,
         "state": {**state, "replica_sets": alike},
-        "persist_interval_secs": _persist_interval_secs(config, planned),
-        "network_limit": {**asdict(limit), "secs": limit.secs(max(table.network.values()))},
+        "persist_interval_secs": pace.flush_interval_secs,
+        "network_limit": {**asdict(limit), "secs": pace.protect_secs},
         **table.to_json(),
     }
 
 
-def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: PlanAnswer | None) -> Iterator[str]:
-    if verdict is not None:
-        yield verdict.line()
+def _lines(planned: StartPlan, limit: NetworkLimit, pace: Pace) -> Iterator[str]:
     job, names = planned.arrangement.job, ",".join(planned.modes.names) or "none"
     yield f"{job.ranks} ranks on {job.nodes} nodes, protect {names}, {planned.slots} slots per arena"
     for text in planned.left_out:
@@ -173,13 +162,12 @@ def _lines(config: Config, planned: StartPlan, limit: NetworkLimit, verdict: Pla
     yield f"{job.holders.option}: {_held(job)}"
     yield from planned.table.lines()
     if received := max(planned.table.network.values()):
-        yield f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot"
-        if fault := limit.too_slow(received, _mtbf_secs(config, planned)):
+        yield f"network limit: {limit}: {pace.protect_secs:.1f} s or more per protected snapshot"
+        if fault := limit.too_slow(received, pace.mtbf_secs):
             yield f"never in time: {': '.join(fault)} suffices"
-    every, flush, mtbf = (of(config, planned) for of in (_persist_interval_secs, _flush_secs, _mtbf_secs))
     yield (
-        f"--ftckpt-persist-interval auto: a flush every {human_secs(every)}, as it takes {human_secs(flush)} and "
-        f"memory is lost once in {human_secs(mtbf)} (--mtbf)"
+        f"--ftckpt-persist-interval auto: a flush every {human_secs(pace.flush_interval_secs)}, as it takes "
+        f"{human_secs(pace.flush_secs)} and memory is lost once in {human_secs(pace.mtbf_secs)} (--mtbf)"
     )
 
 
@@ -191,22 +179,6 @@ def _held(job: JobShape) -> str:
         f"{human(nbytes)} of state on {ranks} ranks each ({number} times)"
         for (ranks, nbytes), number in sorted(sets.items())
     )
-
-
-def _mtbf_secs(config: Config, planned: StartPlan) -> float:
-    return mtbf_secs(config.mtbf, planned.arrangement.job.nodes)
-
-
-def _flush_secs(config: Config, planned: StartPlan) -> float:
-    arrangement = planned.arrangement
-    node_bytes = arrangement.copied_bytes * arrangement.job.gpus_per_node
-    return node_bytes / (rate(config.persist_rate) or _STORE_BYTES_PER_SEC)
-
-
-def _persist_interval_secs(config: Config, planned: StartPlan) -> float:
-    """The estimate for ``persist_interval`` auto; a running job measures the cost of a flush."""
-    secs = _flush_secs(config, planned)
-    return best_interval_secs(_FLUSH_SHARE * secs, secs, _mtbf_secs(config, planned))
 
 
 def _assumptions(planned: StartPlan, verdict: PlanAnswer | None) -> Iterator[str]:
@@ -275,7 +247,7 @@ class PlanAnswer:
             yield f"the tmpfs has room for {human(self.need.sum)}; /dev/shm has half of a node's memory by default"
 
 
-def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLimit) -> PlanAnswer:
+def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLimit, mtbf: float) -> PlanAnswer:
     """Checks whether ``planned`` fits nodes of ``node_bytes``, and whether the network is fast enough for it."""
     need, faults, received_bytes = planned.table.fullest, [], planned.arrangement.received_bytes
     if need.sum > node_bytes:
@@ -283,7 +255,7 @@ def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLim
         # Without a mode on replicas, peers send more.
         received_bytes = max(received_bytes, arrangement.received_bytes)
         faults.append(("it does not fit", f"{setting} {text}".strip()))
-    if fault := limit.too_slow(received_bytes, _mtbf_secs(config, planned)):
+    if fault := limit.too_slow(received_bytes, mtbf):
         faults.append(fault)
     names = ",".join(planned.modes.names) or "none"
     return PlanAnswer(node_bytes, need, planned.slots, names, tuple(faults))

@@ -35,16 +35,16 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds: of an iteration, between snapshots, of the protection and of the flush of a snapshot, between flushes;
-    bytes per second: of a link between nodes, and of a node's writes to storage."""
+    """Seconds: of an iteration, between snapshots, of the protection and of the flush of a snapshot, between flushes,
+    between losses of all memory; bytes per second of a link between nodes."""
 
     iteration_secs: float
     snapshot_secs: float
     protect_secs: float
     flush_secs: float
     flush_interval_secs: float
+    mtbf_secs: float
     link_rate: float
-    storage_rate: float
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def failure_costs(planned: StartPlan, pace: Pace) -> list[FailureCost]:
     protected = committed + 1.5 * pace.protect_secs
     rebuild = from_memory + node_bytes / pace.link_rate
     stored = pace.flush_interval_secs / 2 + pace.flush_secs
-    from_storage = FailureCost("more than that", "storage", stored, node_bytes / pace.storage_rate)
+    # A node reads its part as fast as it writes it.
+    from_storage = FailureCost("more than that", "storage", stored, pace.flush_secs)
     costs = [FailureCost("one rank", "memory", committed, from_memory)]
     if share_survived(planned, 1) == 1:
         costs.append(FailureCost("one node", "parity", protected, rebuild))

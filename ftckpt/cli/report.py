@@ -8,6 +8,7 @@ import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
@@ -35,19 +36,16 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the page (default: RUN/{REPORT_NAME})")
     text = "snapshot whose timeline is shown (default: the newest that all ranks have)"
     parser.add_argument("--iteration", type=int, help=text)
-    text = f"also write that timeline for Perfetto: {TRACE_NAME} next to the page"
-    parser.add_argument("--trace", action="store_true", help=text)
 
 
 def run_report(arguments: argparse.Namespace) -> Lines:
-    """Writes the page. Raises EventLogError, ConfigError."""
+    """Writes the page, and the timeline next to it as a trace. Raises EventLogError, ConfigError."""
     output = arguments.output or arguments.run_dir / REPORT_NAME
     with Progress("reading event logs") as progress:
         history = read_history(arguments.run_dir, progress)
-    # With these options a missing timeline is an error.
-    timeline = _timeline(history, arguments.iteration, arguments.iteration is not None or arguments.trace)
+    timeline = _timeline(history, arguments.iteration)
     yield from summary(history, timeline)
-    if arguments.trace and timeline is not None:
+    if timeline is not None:
         yield f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev"
     write_page(history, timeline, output)
     yield f"report in {output}"
@@ -132,13 +130,11 @@ def _row(one: Recovery) -> tuple[str, ...]:
     return one.name, str(one.iteration), one.source, str(one.iterations_lost), secs, cause
 
 
-def _timeline(history: RunHistory, iteration: int | None = None, is_asked: bool = False) -> Timeline | None:
-    try:
+def _timeline(history: RunHistory, iteration: int | None = None) -> Timeline | None:
+    """The timeline of ``iteration``; None if none is named and there is none."""
+    with nullcontext() if iteration is not None else suppress(EventLogError):
         return read_timeline(history, iteration)
-    except EventLogError:
-        if is_asked:
-            raise
-        return None
+    return None
 
 
 def _title(history: RunHistory) -> str:

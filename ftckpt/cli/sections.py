@@ -133,7 +133,13 @@ def _blocked(history: RunHistory) -> PageSection:
         "The time for which snapshots blocked training in each iteration. The fence belongs to the previous "
         "snapshot. If copies use the cores that train, measure the overhead on real devices."
     )
-    return PageSection(title, note, figures.blocked(history.blocked, history.restarts))
+    parts = [(iteration, one.boundary, one.fence, one.slowest) for iteration, one in history.blocked.items()]
+    drawn = [
+        Curve("slowest rank", "#93a4bb", [(iteration, slowest * 1e3) for iteration, _, _, slowest in parts]),
+        Curve("median rank, with the fence", "#e0a100", [(one[0], (one[1] + one[2]) * 1e3) for one in parts]),
+        Curve("median rank, at the boundary", "#1f5fbf", [(one[0], one[1] * 1e3) for one in parts]),
+    ]
+    return PageSection(title, note, figures.curves("milliseconds", drawn, history.restarts))
 
 
 def _ages(history: RunHistory) -> PageSection:
@@ -185,7 +191,7 @@ def _iteration(timeline: Timeline | None) -> PageSection:
     ranks = figures.shown(timeline)
     note = (
         f"Iteration {timeline.iteration + 1}, while the snapshot of {timeline.iteration} was copied: "
-        f"{timeline.summary}. Ranks are aligned by the clocks of their nodes. ftckpt report --trace writes a trace "
+        f"{timeline.summary}. Ranks are aligned by the clocks of their nodes. Next to the page is a trace "
         "for Perfetto."
     )
     if ranks != timeline.ranks:

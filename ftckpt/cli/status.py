@@ -177,7 +177,13 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         marks = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
         yield f"newest {word}: {_in_words(marks[0]) if marks else none}"
-    if without := _ranks_that_count(status, "no_snapshots"):
+    without = [
+        f"rank {trainer['rank']} on {node['node']}"
+        for node in status["nodes"]
+        for trainer in node["trainers"]
+        if trainer.get("counts", {}).get("no_snapshots")
+    ]
+    if without:
         yield f"no snapshots are taken by {listed(without)}: the job's log reports the reason once a minute"
     waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
     if waiting:
@@ -196,15 +202,6 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         if storage["flushing"] is not None:
             text += f"; iteration {storage['flushing']} is being flushed"
         yield f"{text}; {storage['problem']}" if storage["problem"] else text
-
-
-def _ranks_that_count(status: Mapping[str, Any], name: str) -> list[str]:
-    return [
-        f"rank {trainer['rank']} on {node['node']}"
-        for node in status["nodes"]
-        for trainer in node["trainers"]
-        if trainer.get("counts", {}).get(name)
-    ]
 
 
 def _outlook(restart: dict[str, Any]) -> str:

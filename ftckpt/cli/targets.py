@@ -117,7 +117,8 @@ def storage_at(text: str, root: Path) -> tuple[Storage, int | None]:
     """
     path, located = Path(text), locate(text)
     if "://" not in text and not path.exists():
-        raise StorageError(f"{text}: neither a path nor a job; {unknown_job(root, text)}", lasting=True)
+        why = "does not exist" if "/" in text else f"is neither a path nor a job: {unknown_job(root, text)}"
+        raise StorageError(f"{text} {why}", lasting=True)
     storage = open_storage(located.where)
     if "://" in text or storage.size(OWNER_NAME) is not None or checkpoints(storage) or not any(path.iterdir()):
         return storage, located.iteration

@@ -57,7 +57,6 @@ class RankTimeline:
     node: str
     iteration: int
     coords: Mapping[str, int]
-    schedule: str
     begin: float
     secs: float
     spans: tuple[ActivitySpan, ...]
@@ -125,7 +124,6 @@ def parse_rank(line: Mapping[str, Any], node: str = "") -> RankTimeline:
             node=node,
             iteration=whole_number(line["iteration"]),
             coords={_name(name): whole_number(at) for name, at in (line.get("coords") or {}).items()},
-            schedule=str(line.get("schedule", "")),
             begin=line["begin"] + 0.0,
             secs=line["secs"] + 0.0,
             spans=tuple(ActivitySpan(str(kind), *_interval(begin, end)) for kind, begin, end in line["spans"]),

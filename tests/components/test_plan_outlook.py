@@ -110,8 +110,8 @@ def simulated(forecast: Forecast, mtbf_secs: float, exposed_secs: float, months:
 
 
 PACE = Pace(
-    iteration_secs=1, snapshot_secs=1, protect_secs=6 * 3600 - 301, flush_secs=1, flush_interval_secs=1, link_rate=1,
-    storage_rate=1,
+    iteration_secs=1, snapshot_secs=1, protect_secs=6 * 3600 - 301, flush_secs=1, flush_interval_secs=1, mtbf_secs=1,
+    link_rate=1,
 )  # fmt: skip
 
 

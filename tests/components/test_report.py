@@ -185,7 +185,7 @@ def test_without_the_extra_there_is_a_summary_and_a_remedy(
     Logs(logs.directory).attempt(range(4, 6))
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
-    assert main(["report", str(logs.run), "--trace"]) == 2
+    assert main(["report", str(logs.run)]) == 2
     told = capsys.readouterr()
     assert told.out.startswith("j: 1 restart. ") and not lacks(told.err, "ftckpt[report")
     assert told.err.count("\n") == 1 and not (logs.run / "report.html").exists()
