@@ -139,7 +139,7 @@ def test_clean(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1
         assert not lacks(captured.err, "ftckpt", "job")
-    assert main(["clean", "job", "--arena", str(arena_root)]) == 0
+    assert main(["clean", str(path.parent.parent)]) == 0, "by its directory"
     is_golden("clean", capsys.readouterr().out, arena=path)
     assert list(arena_root.iterdir()) == []
     assert main(["clean", "job", "--arena", str(arena_root)]) == 1

@@ -147,7 +147,7 @@ def make(kind: str, path: Path) -> None:
         ("notes", ()),
     ],
 )
-@pytest.mark.parametrize("command", ["list", "verify", "pin"])
+@pytest.mark.parametrize("command", ["list", "verify", "pin", "status", "clean", "save"])
 def test_what_is_of_another_kind_is_called_by_its_name(
     command: str, kind: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
