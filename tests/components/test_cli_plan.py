@@ -56,8 +56,9 @@ def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    is_golden("plan", printed(capsys, SIZE))
-    is_golden("plan_unprotected", printed(capsys, f"{SIZE} --dtype fp32 --protect none"))
+    is_golden("plan", printed(capsys, f"{SIZE} --persist /there"))
+    unprotected = printed(capsys, f"{SIZE} --dtype fp32 --protect none")
+    assert "none (not: node00)" in unprotected and "assumed: 12 bytes per parameter: fp32 weights" in unprotected
 
 
 @pytest.mark.parametrize(

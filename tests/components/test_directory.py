@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.cli.job_nodes import jobs_in
+from ftckpt.cli.targets import jobs_in
 from ftckpt.errors import ArenaError
 from ftckpt.memory import end_notes
 from ftckpt.memory.arena import Arena
@@ -297,4 +297,4 @@ def test_records_of_launchers_are_no_job_whatever_jobs_are_called(tmp_path: Path
     for name in ("ftckpt-night", "ftckpt-runs-night", "ftckpt-runs-1000"):
         (tmp_path / name / "n0").mkdir(parents=True)
         (tmp_path / name / "n0" / SMP_LOCK_NAME).touch()
-    assert jobs_in(tmp_path) == ["night", "runs-night"]
+    assert [one.job for one in jobs_in(tmp_path)] == ["night", "runs-night"]

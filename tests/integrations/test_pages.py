@@ -131,7 +131,7 @@ def test_the_plan_of_a_large_job_names_what_it_survives() -> None:
 
 @pytest.mark.slow
 def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> None:
-    inspect = block("bash", "inspect").splitlines()[0]
+    inspect = block("bash", "list readme").splitlines()[0]
     shown = wait_for(" PROTECTED ", inspect)
     assert "tp0-pp1-cp0-dp1" in shown
     opened = subprocess.run(
@@ -142,7 +142,7 @@ def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> Non
     assert refused.returncode and JOB.exists(), "a job that runs was cleaned"
     end(live_job)
     assert JOB.exists(), "a job that was given up leaves its arenas"
-    verified = run(block("bash", "inspect"))
+    verified = run(block("bash", "list readme"))
     assert verified.returncode == 0, verified.stdout + verified.stderr
     convert()
     cleaned = run(block("bash", "clean"))

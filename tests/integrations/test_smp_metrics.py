@@ -79,7 +79,7 @@ def test_a_port_that_is_taken_is_tried_again_and_loud_events_are_counted(site: S
         port = other.getsockname()[1]
         client.configure(site.description(metrics_port=port))
         assert client.status()["metrics"] == ""
-    assert f"--ftckpt-metrics-port: {port} cannot be served" in site.log and "ftckpt ls" in site.log
+    assert f"--ftckpt-metrics-port: {port} cannot be served" in site.log and "ftckpt jobs" in site.log
     until(lambda: bool(client.status()["metrics"]), secs=40)
     found = scraped(client.status()["metrics"])
     assert found[full_name("warnings"), "smp_error"] == 1

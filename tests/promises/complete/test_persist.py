@@ -37,6 +37,7 @@ from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
+from tests.support.repository import is_golden
 from tests.support.smps import start_smps
 from tests.support.storages import BUCKET, S3Server, committed, swift
 from tests.support.tiers import by_default
@@ -686,9 +687,10 @@ def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
 ) -> None:
     """An SMP starts concurrently with training, which may be killed before; and one may be killed with the job."""
     command = ["save", "test", "--arena", persisting["arena"], "--timeout", "60"]
-    assert main(command) == 2 and "no arenas of job 'test'" in capsys.readouterr().err
+    assert main(command) == 2 and "no memory of job 'test'" in capsys.readouterr().err
     run_ranks(die_before_the_smp_is_told, 4, persisting, 6, expect_failures=True)
     assert main(command) == 0 and [one.snapshot.iteration for one in stored(persisting)] == [6]
+    is_golden("save", capsys.readouterr().out, storage=persisting["persist"])
     node_dir = Path(persisting["arena"]) / "ftckpt-test" / "n1"
     end_smp(node_dir, 20.0)
     assert main(command) == 0, "one that has ended in order leaves what it was told to the next"

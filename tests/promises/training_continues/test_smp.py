@@ -9,7 +9,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -470,34 +469,3 @@ def test_a_start_that_cannot_succeed_tells_why(site: SmpSite) -> None:
     assert time.monotonic() - begin < 19, "it was tried until the deadline"
     assert site.pids() == []
     site.node_dir.unlink()
-
-
-def test_the_command_runs_asks_and_ends_one(site: SmpSite) -> None:
-    arena_of(site)
-    command = [
-        sys.executable,
-        "-m",
-        "ftckpt.cli.main",
-        "smp",
-        "--job",
-        JOB,
-        "--node",
-        NODE,
-        "--arena",
-        str(site.root),
-    ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
-    try:
-        client = SmpClient(site.node_dir, site.root, JOB, NODE)
-        until(lambda: answers(client))
-        asked = subprocess.run([*command, "--status"], cwd=REPOSITORY, capture_output=True, timeout=60, check=True)
-        assert json.loads(asked.stdout)["pid"] == process.pid
-        subprocess.run([*command, "--end"], cwd=REPOSITORY, timeout=60, check=True)
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-    again = subprocess.run(
-        [*command, "--status"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert again.returncode == 2 and again.stderr.startswith("ftckpt: the SMP of job job on node n0 does not answer")
