@@ -68,7 +68,6 @@ EVENTS: dict[str, EventKind] = {
     "plan": _quiet(
         "the copy plan of this rank", copied_bytes="per snapshot",
         derived_bytes="not copied, cast from masters at restore",
-        spill_bytes="expected not to fit in windows, with ``equal`` and with ``chosen`` shares; empty until measured",
     ),
     "protection": _quiet(
         "the protection of the job's snapshots", modes="active",
@@ -130,12 +129,7 @@ EVENTS: dict[str, EventKind] = {
     "planned": _quiet(
         "copies are planned again", window_capacity_bytes="capacity of the windows", bytes_per_sec="rate of copies",
         moved_share="share of an iteration by which windows had moved",
-        measured="false: from the model of the schedule",
         places="how many", iteration_secs="expected length of an iteration",
-    ),
-    "replanned": _quiet(
-        "the fence cost too much: windows are measured again", fence_share="of an iteration",
-        overhead_budget="setting"
     ),
     # Replicas and what is derived.
     "replicas_differ": _loud(

@@ -163,7 +163,7 @@ def boundary(iteration: int, num_floating_point_operations_so_far: float) -> Non
             _charts.draw(door.checkpointer, iteration)
 
 
-def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
+def listen(config: Any, forward_only: bool) -> Any:
     """Called in each schedule: returns the configuration to use, a copy with listeners for phases."""
     checkpointer = follower(forward_only)
     if checkpointer is None:
@@ -171,7 +171,7 @@ def listen(config: Any, num_microbatches: int, forward_only: bool) -> Any:
     phases: Any = importlib.import_module("ftckpt.megatron.phases")
     # A copy: the patch is one line at the start of a schedule, which cannot remove the listeners at its end.
     config = copy.copy(config)
-    phases.follow(checkpointer, config, num_microbatches)
+    phases.follow(checkpointer, config)
     return config
 
 

@@ -37,7 +37,7 @@ MAX_SHARD_BYTES = 256
 FORMAT = Format("control block", b"FTCKPTCB", 5, fixed_bytes=5 * MARK_BYTES)
 
 _PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
-_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _FLUSH = _PLACES
+_WHOLE, _TARGET, _PROTECTED, _, _FLUSH = _PLACES  # the fourth is unused
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, at byte 8
 _U64 = struct.Struct("<Q")
@@ -209,10 +209,6 @@ class ControlBlock:
         """Mark the snapshot that all ranks agreed to flush to storage."""
         self._marks[_FLUSH].write(snapshot)
 
-    def mark_capacity(self, nbytes: int) -> None:
-        """Store the bytes of a snapshot that fit into this rank's windows, as measured."""
-        self._marks[_CAPACITY].write(None, nbytes)
-
     def whole(self) -> SnapshotId | None:
         """The newest committed snapshot; None if there is none.
 
@@ -235,11 +231,6 @@ class ControlBlock:
     def flush(self) -> SnapshotId | None:
         """The snapshot to flush to storage; None if there is none, or the mark is lost."""
         return self._advice(_FLUSH)
-
-    def capacity(self) -> int | None:
-        """Bytes of a snapshot that fit into this rank's windows; None if not measured, or the mark is lost."""
-        marked = self._marks[_CAPACITY].read()
-        return None if marked is None else marked[1]
 
     def close(self) -> None:
         """Release the buffer."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ftckpt.capture.affinity import Locality, locality
+from ftckpt.capture.affinity import near_cores
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StorageError
@@ -38,7 +38,6 @@ class Preparation(NamedTuple):
     snapshot."""
 
     described: Description
-    near: Locality
     scheduler: WindowScheduler
     kept: LastBoundary | None
 
@@ -95,12 +94,11 @@ def _prepare(rank: RankContext) -> Preparation:
             f"objects need {needed} bytes, but only {room} are reserved: raise --ftckpt-objects-size, which is "
             f"{config.objects_size}"
         )
-    near = locality(device)
-    rank.arenas.cores = near.cores
+    rank.arenas.cores = near_cores(device)
     scheduler = WindowScheduler(
         config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0
     )
-    return Preparation(described, near, scheduler, kept)
+    return Preparation(described, scheduler, kept)
 
 
 def _prepare_storage(config: Config) -> None:
@@ -138,7 +136,6 @@ def load(rank: RankContext, shard: Shard, checkpoint: LoadedCheckpoint) -> LoadR
         rank.state.flushes.begin(restart.resumption.on_storage)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
-        shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
         of_other = f" of job {other}" if other else ""  # a snapshot directory copied from another job

@@ -381,7 +381,7 @@ def make_block(
     """
     chunks = yield from feed.next(stripe)
     local = [chunk for chunk in chunks if isinstance(chunk, LocalChunk)]
-    fold, made = encoder(group.code, len(chunks), row, group.losses), xxhash.xxh3_64()
+    fold, made = encoder(len(chunks), row, group.losses), xxhash.xxh3_64()
     step = max(1, STEP_BYTES // PIECE_BYTES // (len(chunks) + 1)) * PIECE_BYTES
     for begin in range(0, stripe.length, step):
         end = min(begin + step, stripe.length)

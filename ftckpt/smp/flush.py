@@ -348,24 +348,8 @@ class Flush:
         # The lineage may have become doubtful since it was read for this snapshot.
         now = read_lineage(self._arenas.node_dir)
         lineage = now if now == lineage else lineage
-        # Unreadable checkpoints are never removed.
-        found = {name: committed(storage, name) for name in commit.checkpoints(storage)}
-        there = {name: stored for name, stored in found.items() if stored is not None}
-        lineages = {name: stored.lineage for name, stored in there.items()}
-        surplus = retention.surplus(lineages, lineage, self.orders.keep)
-        doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
-        if not self._owns(storage):
-            return
-        # ``latest`` may name a checkpoint of an abandoned branch, or one in doubt by now.
-        certain = retention.restorable(lineages, lineage)
-        newest = max((name.iteration for name in certain), default=self.snapshot.iteration)
-        if commit.latest(storage) != newest:
-            commit.name_latest(storage, newest)
-        snapshots = {stored.snapshot for stored in there.values()}
-        retention.forget_void(storage, [one for one in retention.voided(storage) if one not in snapshots])
-        if doomed:
-            for name in retention.retire(storage, doomed, newest, lambda: self._owns(storage)):
-                self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
+        for name in retention.retain(storage, self.snapshot, lineage, self.orders.keep, lambda: self._owns(storage)):
+            self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
 
     def _sweep(self, storage: Storage) -> None:
         """Remove files of flushes that were never committed."""

@@ -37,7 +37,7 @@ SHARE = Fragment.whole("s", "U8", (9000,), Box((0,), (9000,)))
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
 SECTIONS = (Section("private", 1), Section("shared", 1, GROUP), Section("parity", 1, GROUP))
 STEPPED = (WEIGHTS, SHARE, parity_fragment(GROUP, 5000))
-MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, STEPPED, (RNG,), 5000, 8192, 0, SECTIONS)
+MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, STEPPED, (RNG,), 5000, 8192, SECTIONS)
 OTHER = b"o" * 16
 Reopened = Callable[..., Arena]
 

@@ -15,6 +15,7 @@ import pytest
 
 from ftckpt.megatron.job import CORE
 from tests.support import jobs, patch_files
+from tests.support.plain import merged
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
@@ -58,7 +59,7 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
         "core": megatron.core.__file__,
         "patched": [name for name in CORE if is_patched(sys.modules[name])],
         "wrapped": wrapped, "guarded": guarded, "guards": guards,
-        "trained": trained, "expected": recorder.expected[0], "evaluated": evaluated,
+        "trained": trained, "evaluated": evaluated,
     }, out)
 """
 
@@ -119,6 +120,7 @@ def test_the_lines_follow_and_fence_without_hooks(core: Path, tmp_path: Path, la
         assert seen["guards"] == 1, "torch's own hook before a step is all that is left"
         assert seen["evaluated"] == ["pause"]
         log = seen["trained"]
-        told = [kind for kind in log if kind not in ("fence", "write")]
-        assert [k for i, k in enumerate(told) if i == 0 or k != told[i - 1]] == seen["expected"]
+        told = merged([kind for kind in log if kind not in ("fence", "write")])
+        assert set(told[:-1:2]) == {"window"} and told[-1] == "tail"
+        assert told.count("forward") == told.count("backward") > 0
         assert log.index("tail") < log.index("fence") < log.index("write")
