@@ -22,7 +22,7 @@ from ftckpt.config import Config
 from ftckpt.config import add_flags as add_flags_to
 from ftckpt.errors import FtckptError, UnsupportedError
 from ftckpt.frameworks import entry, launcher
-from ftckpt.megatron.job import CORE, door, follower, is_patched, require_layout
+from ftckpt.megatron.job import CORE, follower, integration, is_patched, require_layout
 
 if TYPE_CHECKING:
     from ftckpt.megatron.charts import Charts
@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Flags that the runner removed from the command line become defaults. If they list layouts, the sizes of the one
     that fits are written to the command line, which Megatron parses next.
     """
-    config = door.config
+    config = integration.config
     _choose_layout(config)  # before Megatron parses the command line that this rewrites
     parser = add_flags_to(parser)
     # The runner has removed the flags from the command line, so Megatron cannot parse them.
@@ -81,7 +81,7 @@ def start(args: argparse.Namespace) -> None:
     if config.enabled:
         launcher.leave_if_over()
     # The runner has already applied it.
-    if config != door.config:
+    if config != integration.config:
         switch_on(config)
 
 
@@ -91,7 +91,7 @@ def switch_on(config: Config) -> None:
     Raises:
         LaunchError: attempts share torchrun's store and it cannot be divided.
     """
-    door.config = config
+    integration.config = config
     if config.enabled:
         from ftckpt.frameworks.rendezvous import isolate
 
@@ -108,7 +108,7 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
     """
     training: Any = importlib.import_module("megatron.training")
     args = training.get_args()
-    if not door.config.enabled:
+    if not integration.config.enabled:
         if getattr(args, "ftckpt", False):
             raise UnsupportedError(
                 "--ftckpt was parsed but not applied, because initialize_megatron has no ftckpt line: patch "
@@ -135,8 +135,8 @@ def restore(model: Any, optimizer: Any, scheduler: Any) -> None:
 
 def set_rng() -> None:
     """Called at the start of ``train``: sets RNG again, because building data loaders drew random numbers."""
-    if door.state is not None:
-        door.state.set_rng()
+    if integration.state is not None:
+        integration.state.set_rng()
 
 
 def log_sums(loss_dict: Mapping[str, Any], total_loss_dict: dict[str, Any], is_first_iteration: bool = False) -> bool:
@@ -144,7 +144,7 @@ def log_sums(loss_dict: Mapping[str, Any], total_loss_dict: dict[str, Any], is_f
 
     Returns whether this iteration starts new sums; after a restore it does not.
     """
-    if _counters is None or door.checkpointer is None:
+    if _counters is None or integration.checkpointer is None:
         return is_first_iteration
     return _counters.follow_log(loss_dict, total_loss_dict, is_first_iteration)
 
@@ -152,15 +152,15 @@ def log_sums(loss_dict: Mapping[str, Any], total_loss_dict: dict[str, Any], is_f
 @_ends_in_one_line
 def boundary(iteration: int, num_floating_point_operations_so_far: float) -> None:
     """Called at the start of ``checkpoint_and_decide_exit``: the step boundary; all counters have advanced."""
-    if door.checkpointer is not None and _counters is not None:
+    if integration.checkpointer is not None and _counters is not None:
         # The loop has these two in local variables; Megatron's arguments have their initial values.
         _counters.current = {
             "iteration": iteration,
             "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
         }
-        door.checkpointer.step(iteration)
+        integration.checkpointer.step(iteration)
         if _charts is not None:
-            _charts.draw(door.checkpointer, iteration)
+            _charts.draw(integration.checkpointer, iteration)
 
 
 def listen(config: Any, forward_only: bool) -> Any:
@@ -178,8 +178,8 @@ def listen(config: Any, forward_only: bool) -> Any:
 @_ends_in_one_line
 def fence() -> None:
     """Called in each ``step_with_ready_grads``, before it writes optimizer-updated state."""
-    if door.checkpointer is not None:
-        door.checkpointer.fence()
+    if integration.checkpointer is not None:
+        integration.checkpointer.fence()
 
 
 @_ends_in_one_line
@@ -188,9 +188,9 @@ def close(exit_code: int | str | None = 0) -> None:
     # Any other code is a failure or an interruption: snapshots stay for the next attempt.
     if exit_code not in (None, 0):
         return
-    if door.checkpointer is not None:
-        door.checkpointer.close()
-    elif door.config.enabled and not door.was_used:
+    if integration.checkpointer is not None:
+        integration.checkpointer.close()
+    elif integration.config.enabled and not integration.was_used:
         launcher.log_once(
             "--ftckpt was given but nothing was attached, so no snapshot was taken: a script with its own train loop "
             "must call ftckpt.megatron.attach, see launch/train_gpt.py"
@@ -203,7 +203,7 @@ def _destination(setting: str) -> str:
 
 def _require_lines_in_core() -> None:
     """Raises UnsupportedError if megatron.core is neither patched nor hooked: the optimizer would not be fenced."""
-    if door.is_installed:
+    if integration.is_installed:
         return
     bare = [module for module in map(importlib.import_module, CORE) if not is_patched(module)]
     if bare:

@@ -241,15 +241,7 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     with ExitStack() as locks:
         locks.callback(keep_logs, logs, tell)  # runs last, after the locks are released, and on errors too
         # All locks are acquired before the first deletion: no file is deleted while a process of the job lives.
-        for node_dir in node_dirs:
-            require_own(node_dir)
-            locks.enter_context(JobLock(node_dir, 0))
-        for path in arenas + temporaries:
-            remedy = "end that process first"
-            locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", remedy))
-        for node_dir in node_dirs:  # no trainer lives that needs the SMP or would restart it
-            if not end_smp(node_dir, _END_SECS):
-                raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
+        _stop_processes(locks, node_dirs, arenas + temporaries)
         logs += [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
         for path in arenas:
             remove_arena(path)
@@ -263,6 +255,18 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     for path in others:
         tell(f"ftckpt: kept {path}: ftckpt did not create it")
     return arenas
+
+
+def _stop_processes(locks: ExitStack, node_dirs: Collection[Path], arenas: Collection[Path]) -> None:
+    """Lock a job on these nodes and its arenas, and stop its SMPs; raises as ``clean_job``."""
+    for node_dir in node_dirs:
+        require_own(node_dir)
+        locks.enter_context(JobLock(node_dir, 0))
+    for path in arenas:
+        locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", "end that process first"))
+    for node_dir in node_dirs:  # no trainer lives that needs the SMP or would restart it
+        if not end_smp(node_dir, _END_SECS):
+            raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
 
 
 def end_smp(node_dir: Path, deadline_secs: float) -> bool:

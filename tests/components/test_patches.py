@@ -108,13 +108,13 @@ def test_what_the_runner_took_off_the_command_line_stays_in_force(monkeypatch: p
     args = parse()
     assert (args.ftckpt, args.ftckpt_interval) == (True, 7)
     callbacks.start(args)
-    assert ftckpt.megatron.door.config == config
+    assert ftckpt.megatron.integration.config == config
     assert "ftckpt.megatron.hooks" not in sys.modules or not ftckpt.megatron.active()
 
 
 def test_a_job_that_failed_keeps_its_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    monkeypatch.setattr(ftckpt.megatron.door, "checkpointer", recorder)
+    monkeypatch.setattr(ftckpt.megatron.integration, "checkpointer", recorder)
     callbacks.fence()
     callbacks.close(3)
     callbacks.close("a signal")

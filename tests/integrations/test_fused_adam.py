@@ -61,7 +61,7 @@ def cases(every: list[Any], quick: list[Any]) -> list[Any]:
 def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> set[Any]:
     """The steps that groups have when ``run`` has restored and trained."""
     fused.train(rank, world_size, run, setup)
-    return fused.steps([leaf.optimizer for leaf in sys.modules["ftckpt.megatron"].door.state._leaves])
+    return fused.steps([leaf.optimizer for leaf in sys.modules["ftckpt.megatron"].integration.state._leaves])
 
 
 @pytest.mark.parametrize("library", cases(list(LIBRARIES), ["te"]))

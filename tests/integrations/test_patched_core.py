@@ -27,7 +27,7 @@ from tests.support import standin
 standin.install()
 import megatron.core, torch.distributed, train_gpt
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
-from ftckpt.megatron import door, hooks
+from ftckpt.megatron import integration, hooks
 from ftckpt.megatron.job import CORE, is_patched
 from tests.support.plain import Recorder
 
@@ -38,10 +38,10 @@ recorder = Recorder()
 leaf = job.optimizer.chained_optimizers[0].optimizer
 inner = leaf.step
 hooks.follow(recorder, job.optimizer, None)
-guards = len(door.hooks.undo)
+guards = len(integration.hooks.undo)
 wrapped = hasattr(schedules.forward_backward_no_pipelining, "__wrapped__")
 guarded = "step_with_ready_grads" in vars(job.optimizer)
-door.hooks.remove()  # the lines must hold alone
+integration.hooks.remove()  # the lines must hold alone
 leaf.step = lambda *a, **k: (recorder.log.append("write"), inner(*a, **k))[1]
 before = job.config.finalize_model_grads_func
 train_gpt.train_step(job)
@@ -53,7 +53,7 @@ batch = job.data.next_batch(job.num_micro, 2, 0, 2)
 get_forward_backward_func()(data_iterator=[iter(batch) for _ in job.model], **arguments)
 assert job.config.finalize_model_grads_func is before and job.config.timers is None
 evaluated = list(recorder.log)
-door.remove()
+integration.remove()
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as out:
     json.dump({
         "core": megatron.core.__file__,

@@ -105,7 +105,7 @@ def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> S
 
 
 def _script(case: Case, config: Any) -> Any:
-    """The checkpointer of an example job that its door has started."""
+    """The checkpointer of an example job that its integration has started."""
     if case.framework == "deepspeed":
         from tests.support.adapters import DeepSpeedJob
 

@@ -111,12 +111,12 @@ def build(shape: Shape, argv: Sequence[str] = TINY, **more: Any) -> Any:
 
 
 def train(rank: int, world_size: int, run: Run) -> Outcome:
-    """Build the example job under the import door, train and end as ``run`` says."""
+    """Build the example job under the import integration, train and end as ``run`` says."""
     from tests.support import faults
 
     example, config = script(), {}
     if run.settings is not None:
-        import ftckpt.deepspeed  # noqa: F401 - the door
+        import ftckpt.deepspeed  # noqa: F401 - the integration
 
         config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", "interval": 1, **run.settings}
     faults.install(run.faults, rank, world_size)
