@@ -36,7 +36,7 @@ def build(what: str, tree: Path, to: Path) -> Path:
 
 def sources() -> list[str]:
     """What the packages are made of."""
-    folders = ("ftckpt", "launch", "configs", "patches")
+    folders = ("ftckpt", "launch", "configs")
     found = [path for folder in folders for path in files_in(folder)]
     alone = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"]
     return [*alone, *(str(path.relative_to(ROOT)) for path in found)]
@@ -104,7 +104,7 @@ def test_kits_are_written_without_a_checkout(
     for kit in KITS:
         run = subprocess.run([program, "init", kit, "."], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
-    for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json", "patches/apply.sh"):
+    for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json"):
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
 
 
