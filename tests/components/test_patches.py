@@ -79,7 +79,7 @@ def test_with_ftckpt_off_a_line_does_nothing(monkeypatch: pytest.MonkeyPatch) ->
     callbacks.set_rng()
     assert callbacks.log_sums({}, {}, True) is True and callbacks.log_sums({}, {}) is False
     callbacks.boundary(3, 1.0)
-    assert callbacks.listen(config, 4, False) is config
+    assert callbacks.listen(config, False) is config
     callbacks.fence()
     callbacks.close()
     callbacks.close(3)
