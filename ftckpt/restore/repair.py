@@ -11,7 +11,6 @@ import torch
 
 from ftckpt.array_types import Buffer, Bytes
 from ftckpt.errors import CorruptError, FtckptError
-from ftckpt.events import Progress
 from ftckpt.group import gather_all, together
 from ftckpt.host_memory import host_memory
 from ftckpt.memory.corruption import Corruption
@@ -24,6 +23,7 @@ from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.context import RestoreContext, Usage, total_of
 from ftckpt.restore.decide import Decision, readers_of, worth_keeping
 from ftckpt.restore.load import Reads, Transfer, execute, fetch, reader_for
+from ftckpt.restore.progress import Progress
 from ftckpt.restore.reconstruction_plan import Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
 from ftckpt.restore.room import Keep, open_slots
 from ftckpt.restore.shard_reconstruction import ShardReconstruction

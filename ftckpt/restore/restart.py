@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.errors import ArenaError, LostError, StorageError
+from ftckpt.errors import ArenaError, LostError, MismatchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.memory.inventory import Inventory
@@ -388,9 +388,14 @@ class Restart:
         """Load the selected shards; False if they cannot be verified on the way."""
         begin, chosen, events = time.perf_counter(), self._chosen, self._context.events
         decision, pieces = chosen.found.decision, [*described.stepped, *described.volatile]
-        if not decision.ranks:
-            chosen.require_all_taken(pieces)
-        brought = self._read(pieces, described.padded)
+        try:
+            if not decision.ranks:
+                chosen.require_all_taken(pieces)
+            brought = self._read(pieces, described.padded)
+        except MismatchError:  # the name of another optimizer says more than its tensors
+            saved = [objects.decode(one) for one in chosen.first_objects()]
+            together(self._context.group, lambda: state.check_objects(saved, not decision.ranks))
+            raise
         if brought is None:
             return False
         (needs, _, _, encoded, _), traffic = brought

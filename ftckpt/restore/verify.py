@@ -10,7 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ftckpt.errors import FtckptError
-from ftckpt.events import Events, Progress
+from ftckpt.events import Events
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.control_block import SlotState
 from ftckpt.memory.corruption import Corruption
@@ -23,6 +23,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.chunk_reads import OpenShard
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision, readers_of
+from ftckpt.restore.progress import Progress
 from ftckpt.restore.threads import in_order, threads_of
 
 

@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,27 +152,17 @@ _PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-co
 def conditions() -> dict[str, Any]:
     """Fields of the event ``conditions``: hardware and software inventory for reports. Never raises: an unknown value
     says so."""
-    versions = {"python": platform.python_version()}
-    for module, name in _PACKAGES.items():
-        if module in sys.modules:
-            versions[name] = _version(module, name)
+    loaded = ((name, sys.modules[module]) for module, name in _PACKAGES.items() if module in sys.modules)
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": _device(),
-        "versions": versions,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: str(getattr(module, "__version__", "unknown")) for name, module in loaded},
+        },
     }
-
-
-def _version(module: str, name: str) -> str:
-    # The module's own version first: package metadata takes milliseconds, and all ranks wait for this one.
-    if isinstance(told := getattr(sys.modules[module], "__version__", None), str):
-        return told
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed as a package"
 
 
 def _cpu() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftckpt.memory.directory import node_directory
-from ftckpt.memory.interval_file import write_interval
+from ftckpt.session.attempt import write_interval
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 
