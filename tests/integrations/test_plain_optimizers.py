@@ -80,7 +80,6 @@ OF_OTHERS = {
         "Ranger",
         "AdEMAMix",
         "GrokFastAdamW",
-        "SophiaH",
         "Kron",
     ),
 }
