@@ -19,7 +19,8 @@ from ftckpt.cli.findings import FAILED, SKIPPED, CheckResult, Result, failed, pa
 from ftckpt.errors import FtckptError
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
-from ftckpt.memory.directory import leave_word, node_directory, read_word, remove_tree
+from ftckpt.memory.atomic_files import read_link
+from ftckpt.memory.directory import TOKEN_NAME, node_directory, remove_tree, write_token
 from ftckpt.model.codec import decode, encode, gather
 from ftckpt.model.text import listed
 from ftckpt.notice import Notice
@@ -110,10 +111,10 @@ class LaunchedRanks:
         try:
             try:
                 node_dir = node_directory(arena, job, self.me.node)
-                left = leave_word(node_dir) if self.leads else ""
+                left = write_token(node_dir) if self.leads else ""
             finally:
                 words = gather(self.group, left, str)
-            if read_word(node_dir) != words[self.nodes[self.me.node].first]:
+            if read_link(node_dir / TOKEN_NAME) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
         except (FtckptError, OSError) as error:  # reported after the next collective, in which the others are
             problem = str(error)

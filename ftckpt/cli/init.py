@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import ftckpt
 from ftckpt.errors import ConfigError
-from ftckpt.memory.directory import fresh_name
+from ftckpt.memory.atomic_files import fresh_name
 
 
 class Kit(NamedTuple):

@@ -12,8 +12,8 @@ from typing import Any
 from ftckpt.cli.job_nodes import job_directory, jobs_in
 from ftckpt.cli.options import add_arena
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
-from ftckpt.memory.arena import CONTROL_NAME, Arena
-from ftckpt.memory.control_block import SlotRecord
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import CONTROL_NAME, SlotRecord
 from ftckpt.memory.directory import PULSE_NAME, list_directories
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.image import parse_image

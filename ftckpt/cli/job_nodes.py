@@ -4,7 +4,6 @@ their SMPs, whose addresses and secret an SMP on this machine has stored."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -24,12 +23,12 @@ from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.decide import Query
 from ftckpt.setting_checks import is_name
-from ftckpt.smp.channel import Deadlines, Trust, connect
+from ftckpt.smp.channel import Trust
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import load_description
 from ftckpt.smp.liveness import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
-from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
+from ftckpt.smp.requests import ProtectionRequest, Reply, ReportRequest, SmpRequest, request_once
 
 _MOST_AT_ONCE = 32
 """Nodes queried at the same time; a node answers within milliseconds or blocks a thread until its timeout."""
@@ -115,16 +114,11 @@ class JobNodes:
 
     def _request(self, node: str, request: SmpRequest) -> Reply:
         """Sends a request to the SMP of ``node``. Raises FtckptError if it does not answer, or refuses."""
-        deadline = time.monotonic() + self.timeout_secs
-        deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
         settings = self.description.get("settings", {})
         try:
             host, port = self.description["peers"][node]
             trust = Trust(bytes.fromhex(self.description["secret"]), bool(settings.get("encrypt")))
-            with closing(connect((str(host), int(port)), self.timeout_secs)) as channel:
-                channel.end_by(deadline)
-                channel.greet(trust, deadline)
-                reply = exchange(channel, request, deadlines, most_payload=MAX_REPLY_BYTES)
+            reply = request_once((str(host), int(port)), trust, request, self.timeout_secs)
         except (FtckptError, KeyError, TypeError, ValueError) as error:
             reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
             raise SmpError(reason) from None

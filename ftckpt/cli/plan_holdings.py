@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.memory.ledger import require_limit
 from ftckpt.memory.parity_file import parity_bytes
-from ftckpt.model.shares import equal_cuts
+from ftckpt.model.replicas import equal_cuts
 from ftckpt.parity.groups import (
     Member,
     ParityGroup,

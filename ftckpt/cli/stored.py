@@ -12,7 +12,6 @@ from typing import Any
 import xxhash
 
 from ftckpt.errors import StorageError
-from ftckpt.events import Progress
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.lineage import is_doubtful, last_shared, newest
 from ftckpt.model.text import human
@@ -26,9 +25,10 @@ from ftckpt.persist.commit import (
     read_manifest,
 )
 from ftckpt.persist.paths import locate
-from ftckpt.persist.retention import VOID_MEANS, pin, pinned, restorable, unpin, voided
+from ftckpt.persist.retention import VOID_MEANS, pin, pinned, unpin, usable, voided
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
+from ftckpt.restore.progress import Progress
 
 _READ_BYTES = 16 << 20
 
@@ -214,12 +214,7 @@ def usable_at(where: str) -> list[CheckpointName]:
     Raises:
         StorageError: storage is unreadable.
     """
-    storage = open_storage(where)
-    void, found = voided(storage), {name: _read(storage, name) for name in checkpoints(storage)}
-    read = {name: stored for name, stored in found.items() if isinstance(stored, StoredSnapshot)}
-    lineages = {name: stored.lineage for name, stored in read.items()}
-    certain = restorable(lineages, newest([claimed_lineage(storage), *lineages.values()]))
-    return [name for name, stored in read.items() if name in certain and stored.snapshot not in void]
+    return list(usable(open_storage(where)))
 
 
 def add_pin(commands: Any) -> None:
@@ -242,8 +237,7 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
 
 
 def _name(text: str) -> CheckpointName:
-    name = CheckpointName(int(text)) if text.isdecimal() else CheckpointName.parse(text)
-    if name is None:
+    if (name := CheckpointName.of(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a name such as iter_0000012 nor an iteration")
     return name
 

@@ -11,19 +11,19 @@ import torch
 
 
 class Hook:
-    """Calls ``function`` for ``owner`` only, and never as part of a compiled graph.
+    """Calls ``function`` for ``owner`` only, and never as part of a compiled graph; returns its result.
 
     torch copies and pickles hooks with their object. A copy gets a function without effect instead, which can be
     unpickled without ftckpt.
     """
 
-    def __init__(self, owner: Any, function: Callable[..., None]) -> None:
+    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
         self._owner = weakref.ref(owner)
         self._function: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
-    def __call__(self, owner: Any, *args: Any) -> None:
-        if owner is self._owner():  # a shallow copy shares the table of hooks
-            self._function(owner, *args)
+    def __call__(self, owner: Any, *args: Any) -> Any:
+        # A shallow copy shares the table of hooks.
+        return self._function(owner, *args) if owner is self._owner() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")
@@ -32,6 +32,5 @@ class Hook:
 class ModuleHook(Hook):
     """A hook on a module; graphs compiled from the module do not contain it, so such a forward is not observed."""
 
-    def __call__(self, owner: Any, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(owner, *args)
+    def __call__(self, owner: Any, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else super().__call__(owner, *args)

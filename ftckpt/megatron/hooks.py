@@ -42,7 +42,7 @@ _PAUSES = (
     "load_checkpoint",
 )
 """Functions of ``megatron.training.training`` during which training pauses; a release may lack some."""
-_OF_SCHEDULES = ("model", "num_microbatches", "forward_only")
+_OF_SCHEDULES = ("model", "forward_only")
 """Arguments of schedules that are read by name."""
 
 
@@ -142,7 +142,7 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
     # Read at each run, because a train loop may set them between two iterations.
     before = config.finalize_model_grads_func, config.timers
     try:
-        phases.follow(checkpointer, config, kwargs["num_microbatches"])
+        phases.follow(checkpointer, config)
         return original(**kwargs)
     finally:
         config.finalize_model_grads_func, config.timers = before

@@ -1,8 +1,8 @@
 """Torch hooks on the model and its optimizer that fence snapshots and report training phases.
 
 The fence runs before the first write to optimizer-updated state: torch calls an optimizer's pre-hooks inside
-``step``. ``PlainState`` checks it: parameters written in an iteration without a hook call are an error at the step
-boundary.
+``step``. If ``step`` is given a closure, which runs forward and backward first, the fence follows the closure.
+``PlainState`` checks it: parameters written in an iteration without a hook call are an error at the step boundary.
 
 Hooks on the outermost module mark forward and backward. The time after a forward counts as backward until the next
 forward or the fence. Waits for other ranks inside these phases are not visible, so copies run between iterations
@@ -11,7 +11,7 @@ and concurrently with forwards and backwards, as measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -56,9 +56,17 @@ def follow(
     A forward in evaluation mode or without gradients does not count as training.
     """
 
-    def before_step(*_: Any) -> None:
+    def fence() -> None:
         checkpointer.fence()  # first: a failed fence must not count as a fence
         state.is_fenced = True
+
+    def before_step(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+        closure = named["closure"] if "closure" in named else next(iter(args[1:]), None)
+        if closure is not None:
+            # ``args`` begins with the optimizer.
+            return args[:1], {**named, "closure": _followed_by(closure, fence)}
+        fence()
+        return None
 
     def before_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -84,3 +92,12 @@ def follow(
         model.register_forward_hook(ModuleHook(model, after_forward)),
     ]
     patches.undo.extend(handle.remove for handle in handles)
+
+
+def _followed_by(closure: Callable[[], Any], fence: Callable[[], None]) -> Callable[[], Any]:
+    def fenced() -> Any:
+        result = closure()
+        fence()
+        return result
+
+    return fenced

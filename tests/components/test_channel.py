@@ -45,8 +45,8 @@ from ftckpt.smp.requests import (
     ChunkRequest,
     ConfigureRequest,
     EndRequest,
-    HelloRequest,
     PackageRequest,
+    ReportRequest,
     SmpRequest,
     StatusRequest,
     decode_request,
@@ -618,7 +618,7 @@ class TestOfOneNode:
 
     @pytest.fixture
     def node_server(self, store: Store, events: Seen, tmp_path: Path) -> Iterator[Server]:
-        handlers = {HelloRequest: lambda request: {"n": 5}, StatusRequest: self._fail}
+        handlers = {StatusRequest: lambda request: {"n": 5}, ReportRequest: self._fail}
         hasty = replace(PATIENT, step_secs=3.0, connect_secs=0.5)
         with closing(Server(handlers, find=store.find, events=events, deadlines=hasty)) as server:
             server.serve_node(tmp_path)
@@ -644,9 +644,9 @@ class TestOfOneNode:
         assert (tmp_path / "smp.sock").stat().st_mode & 0o777 == 0o600
         with closing(connect(tmp_path, 5)) as channel:
             channel.greet(Trust(), soon())
-            assert exchange(channel, HelloRequest(), PATIENT).fields == {"ok": True, "n": 5}
+            assert exchange(channel, StatusRequest(), PATIENT).fields == {"ok": True, "n": 5}
             assert exchange(channel, CHUNK, PATIENT, most_payload=BOUND).payload == store.bytes["tp0-dp1", 3]
-            assert "ZeroDivisionError" in exchange(channel, StatusRequest(), PATIENT).error
+            assert "ZeroDivisionError" in exchange(channel, ReportRequest(), PATIENT).error
             assert exchange(channel, EndRequest(), PATIENT).error
 
     def test_its_own_secret_opens_the_network_to_nobody(self, node_server: Server) -> None:
@@ -659,7 +659,7 @@ class TestOfOneNode:
         node_server.listen("127.0.0.1", SECRET)
         with closing(Channel(dial(node_server))) as channel:
             channel.greet(SECRET, soon())
-            for request in (HelloRequest(), ConfigureRequest({}), EndRequest()):
+            for request in (StatusRequest(), ConfigureRequest({}), EndRequest()):
                 assert exchange(channel, request, PATIENT).error
 
     def test_a_loop_that_stands_still_answers_nobody_and_holds_nobody(
@@ -669,7 +669,7 @@ class TestOfOneNode:
             server.serve_node(tmp_path)
             with closing(connect(tmp_path, 5)) as channel:
                 channel.greet(Trust(), soon())
-                assert "busy" in exchange(channel, HelloRequest(), PATIENT).error
+                assert "busy" in exchange(channel, StatusRequest(), PATIENT).error
                 assert exchange(channel, CHUNK, PATIENT, most_payload=BOUND).payload, "bytes do not wait for it"
 
 
@@ -891,7 +891,7 @@ def test_a_request_to_the_nodes_smp_ends_by_its_deadline(tmp_path: Path) -> None
         thread.start()
         begun = time.monotonic()
         with pytest.raises(SmpError):
-            SmpClient(tmp_path, tmp_path, "job", "n0").hello(1.0)
+            SmpClient(tmp_path, tmp_path, "job", "n0").status(1.0)
         assert 0.9 < time.monotonic() - begun < 1.4
         thread.join(10)
 

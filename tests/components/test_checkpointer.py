@@ -168,7 +168,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     found: Any = SimpleNamespace(
         choose=lambda *_: SimpleNamespace(snapshot=snapshot), invalidate_newer=lambda _: LINEAGE,
         usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, resumption=Resumption(), source="",
-        capacities=lambda: None, cast=frozenset(), close=lambda: None, record_lineage=lambda: None, why="",
+        cast=frozenset(), close=lambda: None, record_lineage=lambda: None, why="",
         written_by=lambda _: "", load=lambda one, *_: one,
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)

@@ -23,7 +23,6 @@ from ftckpt.memory.checks import Check, Checks, CheckState, checks_bytes
 from ftckpt.memory.record import Stores
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import raises
-from tests.support.waiting import until
 
 CHUNKS = 3
 SLOTS = 2
@@ -78,15 +77,13 @@ def test_checked_then_encoded_as_readers_see_it(arena_root: Path, writer: Checks
     assert reader.read(0) is None
     check(writer, 1, NEW, 5)
     assert_tells(reader.read(1), CheckState.CHECKED, NEW, 5)
-    writer.clear(1)
-    assert reader.read(1) is None
     check(writer, 1, NEW, 6)
     writer.close()
     with closing(new_checks(arena_root)) as again:
         assert_tells(again.read(1), CheckState.CHECKED, NEW, 6)
         assert not reader.replaced and not again.replaced
     with pytest.raises(TypeError):
-        reader.clear(0)
+        reader.drop_encoded(0)
 
 
 def test_the_file_is_private_and_whole(arena_root: Path) -> None:
@@ -156,21 +153,6 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(writer: Checks, reader:
     finally:
         sys.setswitchinterval(before)
     assert ended.is_set()
-
-
-def test_leases(writer: Checks, reader: Checks) -> None:
-    assert [reader.leased(slot) for slot in range(SLOTS)] == [False, False]
-    writer.lease(1, time.monotonic_ns() + 50 * 10**9)
-    assert [reader.leased(slot) for slot in range(SLOTS)] == [False, True]
-    writer.release(1)
-    assert not reader.leased(1)
-    writer.lease(0, time.monotonic_ns() + 20 * 10**6)
-    until(lambda: not reader.leased(0), "its end")
-    with raises(ValueError, "60 s"):
-        writer.lease(0, time.monotonic_ns() + 61 * 10**9)
-    for forged in (time.monotonic_ns() + 62 * 10**9, (1 << 64) - 1):
-        writer._stores.store(512, forged.to_bytes(8, "little"))
-        assert not reader.leased(0)
 
 
 def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_root: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, CorruptError, StorageError
-from ftckpt.memory.destinations import LoadTarget
-from ftckpt.memory.image import SlotImage
+from ftckpt.memory.destinations import LoadTarget, TargetPart
+from ftckpt.memory.image import SlotImage, Span
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.persist.compression import ElementRun, compress, decompress, packed
@@ -78,13 +78,24 @@ def opened_in_place(entry: StoredShard, data: bytes) -> ShardFile:
     return ShardFile("here", "dp0", entry, lambda begin, nbytes: data[begin : begin + nbytes], read_into)
 
 
+def part_of(cut: Span, targets: Mapping[int, memoryview]) -> TargetPart:
+    """The part of the chunk at ``cut``, with what it has of the targets."""
+    inside = []
+    for begin, memory in targets.items():
+        first, last = max(begin, cut.begin), min(begin + len(memory), cut.end)
+        if first < last:
+            inside.append(LoadTarget(first, memory[first - begin : last - begin]))
+    return TargetPart(cut, inside)
+
+
 def scattered(file: ShardFile, number: int, rng: random.Random) -> bytes:
     """A chunk whose every second part goes to memory of its own, the others nowhere; those come in another turn."""
     span = file.image.chunks[number]
     edges = sorted({span.begin, span.end, *(rng.randint(span.begin, span.end) for _ in range(5))})
     parts = [(begin, bytearray(end - begin)) for begin, end in pairwise(edges)]
     for half in (parts[::2], parts[1::2]):
-        file.scatter(number, [LoadTarget(begin, memoryview(part)) for begin, part in half])
+        cuts, targets = span.cut(rng.randint(1, 1 << 20)), {begin: memoryview(part) for begin, part in half}
+        file.scatter(number, lambda cuts=cuts, targets=targets: [part_of(cut, targets) for cut in cuts])  # type: ignore[misc]
     return b"".join(part for _, part in parts)
 
 

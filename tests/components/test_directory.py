@@ -17,13 +17,13 @@ from ftckpt.cli.job_nodes import jobs_in
 from ftckpt.errors import ArenaError
 from ftckpt.memory import end_notes
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.atomic_files import remove_unfinished
 from ftckpt.memory.directory import (
     SMP_LOCK_NAME,
     arena_path,
     clean_job,
     list_arenas,
     node_directory,
-    remove_half_made,
     remove_job_if_empty,
 )
 from ftckpt.memory.heartbeat import Heartbeat
@@ -190,7 +190,7 @@ def test_what_is_none_of_ftckpts_stays(arena_root: Path) -> None:
         path.write_text("mine")
     (node_dir / ".mirror").symlink_to(node_dir / "backup")
     assert [path.name for path in list_arenas(node_dir)] == [arena_path(node_dir, manifest_of(0)).name]
-    remove_half_made(node_dir)
+    remove_unfinished(node_dir)
     assert not remove_job_if_empty(arena_root, "job", "a")
     told: list[str] = []
     assert len(clean_job(arena_root, "job", told.append)) == 1

@@ -223,6 +223,25 @@ def test_generators_are_set_after_all_that_may_draw_from_them() -> None:
     assert draws() == first
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_fence_follows_the_closure_of_a_step(is_named: bool) -> None:
+    model, optimizer, state = plain_job()
+    state.describe()
+    recorder = Recorder()
+    follow(ftckpt.torch.patches, recorder, model, optimizer, state)  # type: ignore[arg-type]
+
+    def closure() -> float:
+        loss = model(torch.ones(1, 3)).sum()
+        loss.backward()
+        recorder.log.append("end of closure")
+        return 7.0
+
+    result = optimizer.step(closure=closure) if is_named else optimizer.step(closure)  # type: ignore[arg-type]
+    state.save_objects()
+    ftckpt.torch.remove()
+    assert recorder.log == ["forward", "backward", "end of closure", "fence"] and result == 7.0
+
+
 def test_the_fence_stands_before_the_write_until_hooks_are_removed() -> None:
     model, optimizer, state = plain_job()
     state.describe()

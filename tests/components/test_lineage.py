@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
+from ftckpt.memory import lineage_file
 from ftckpt.memory.directory import LINEAGE_NAME
 from ftckpt.memory.lineage_file import read_lineage, write_lineage
 from ftckpt.model import codec
@@ -156,7 +157,7 @@ def test_a_lineage_that_is_there_is_not_written_again(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     write_lineage(tmp_path, FIRST)
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(lineage_file, "replace_file", full)
     write_lineage(tmp_path, FIRST)
     with pytest.raises(ArenaError):
         write_lineage(tmp_path, FIRST.branch(3))

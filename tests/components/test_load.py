@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
 from ftckpt.group import Group
-from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.destinations import TargetParts
 from ftckpt.memory.image import Span
 from ftckpt.memory.locations import Location, OpenArenas, SlotAt
 from ftckpt.model.fragment import Box, Fragment
@@ -136,9 +136,10 @@ class FakeShard:
         chunks = [Span(at, min(at + 1000, len(data))) for at in range(0, len(data), 1000)]
         self.image = SimpleNamespace(chunks=chunks, objects=Span(len(data), len(data)))
 
-    def scatter(self, number: int, targets: Sequence[LoadTarget]) -> None:
-        for begin, memory in targets:
-            memory[:] = self.data[begin : begin + len(memory)]
+    def scatter(self, number: int, parts: TargetParts) -> None:
+        for part in parts():
+            for begin, memory in part.targets:
+                memory[:] = self.data[begin : begin + len(memory)]
 
 
 def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:

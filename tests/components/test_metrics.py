@@ -42,5 +42,7 @@ def test_each_alert_names_a_severity_and_a_page_that_says_what_to_do() -> None:
     for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")
-            page, _, heading = rule["annotations"]["runbook"].partition(": ")
-            assert f"\n## {heading}\n" in (ROOT / page).read_text() and rule["annotations"]["summary"]
+            page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+            headings = re.findall(r"^## (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings]
+            assert rule["annotations"]["summary"]

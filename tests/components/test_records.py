@@ -40,7 +40,7 @@ def whole(key: str, shape: int) -> Fragment:
 MANIFEST = Manifest({"dp": 0}, {"dp": 1}, (whole("w", 20000),), (whole("rng", 5),), 40, 8192)
 CHUNKS = len(SlotImage.of(MANIFEST).chunks)
 LENGTHS = (4096, 100, 50)
-GROUP = ParityGroup.of("node", "xor", 1, 4096, [Member(f"dp{i}", "n", f"a{i}", 0, LENGTHS) for i in range(3)])
+GROUP = ParityGroup.of("node", 1, 4096, [Member(f"dp{i}", "n", f"a{i}", 0, LENGTHS) for i in range(3)])
 HOLDER = 2
 """It has fewer blocks than the others, so that it cannot be taken for one of them."""
 
@@ -167,7 +167,6 @@ CHECKS = Kind(
         "checked again": changing_checks(lambda file: check(file, 0, OLD, gap=0.5)),
         "encoded": changing_checks(lambda file: file.store_encoded(1, (OTHER, 20))),
         "both": changing_checks(lambda file: check(file, 0, NEW, encoded=True)),
-        "clear": changing_checks(lambda file: file.clear(0)),
         "encoded is revoked": changing_checks(lambda file: file.drop_encoded(0)),
     },
 )
@@ -433,11 +432,11 @@ def test_a_mark_after_a_half_written_one_never_goes_back() -> None:
     stores = Stores(memoryview(bytearray(2 * RECORD_BYTES)))
     mark = Mark(stores, 0)
     assert mark.read() is None
-    for number, snapshot in enumerate((OLD, None, OTHER, NEW)):
-        mark.write(snapshot, number)
-        assert mark.read() == (snapshot, number)
+    for snapshot in (OLD, None, OTHER, NEW):
+        mark.write(snapshot)
+        assert mark.read() == (snapshot,)
     stores.data[0:3] = b"\0\0\0"  # one copy is lost
-    assert mark.read() == (NEW, 3)
-    mark.write(OLD, 9)
+    assert mark.read() == (NEW,)
+    mark.write(OLD)
     stores.data[RECORD_BYTES + 20] ^= 1  # now the other one
-    assert mark.read() == (OLD, 9)
+    assert mark.read() == (OLD,)

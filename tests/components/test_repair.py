@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.corruption import OBJECTS, Corruption
 from ftckpt.memory.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.memory.package import Package, load, package_path
 from ftckpt.memory.slots import slot_name
@@ -58,7 +59,7 @@ class World:
         for stripe in stripes(group):
             data = [None if c < 0 else self.chunks[self.chunk(m, c)] for m, c in stripe.data]
             for row, (holder, block) in enumerate(stripe.blocks):
-                found = encode(group.code, data, stripe.length, row, group.losses)
+                found = encode(data, stripe.length, row, group.losses)
                 self.blocks[group.name, holder, block] = found
                 at = block_chunk(group, holder, block)
                 if at is not None:
@@ -103,7 +104,7 @@ def groups(draw: st.DrawFn) -> ParityGroup:
         found.append(Member(f"s{index}", f"n{index}", f"s{index}", draw(st.integers(0, 2)), cut))
     mode = draw(st.sampled_from(["peer", "slots"]))
     if mode == "peer" or code == "rs":
-        return ParityGroup.of("peer", code, losses, CHUNK, found)
+        return ParityGroup.of("peer", losses, CHUNK, found)
     mode = "replica" if code == "xor" else "copy"
     name = slot_group_name(mode, [m.shard for m in found], [m.shard for m in found])
     behind = [m.first + len(m.lengths) for m in found]
@@ -291,14 +292,18 @@ def test_wrong_bytes_are_found_by_the_packages_checksums(arena_root: Path) -> No
     assert sealed(job) == {3, 4}
 
 
-def test_a_slot_whose_bytes_of_the_package_went_bad_is_not_sealed(arena_root: Path) -> None:
+@pytest.mark.parametrize("part", ["mutable state", "objects"])
+def test_a_slot_whose_bytes_of_the_package_went_bad_is_not_sealed(arena_root: Path, part: str) -> None:
     job, package, _ = made(arena_root)
     chunks, building = chunks_of(job), new_slot(job, package)
     building.open()
     put_all(building, chunks)
     image = building.arena.image
-    flip(job.path(1) / slot_name(building.at.slot), image.volatile.begin)
-    assert building.finish().chunks == (image.num_stepped_chunks,)
+    region, bad = image.volatile, Corruption((image.num_stepped_chunks,))
+    if part == "objects":
+        region, bad = image.objects, Corruption(parts=(OBJECTS,))
+    flip(job.path(1) / slot_name(building.at.slot), region.begin)
+    assert building.finish() == bad
     building.close()
     assert sealed(job) == {3, 4}
 

@@ -31,7 +31,7 @@ def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
 ) -> None:
     asked = argparse.Namespace(job=JOB, node=NODE, arena=site.root)
     assert smp_main.alive(asked) == 1 and capsys.readouterr().err
-    pid = site.start().hello()["pid"]
+    pid = site.start().status()["pid"]
     assert smp_main.alive(asked) == 0
     os.kill(pid, signal.SIGSTOP)
     assert smp_main.alive(asked) == 0, "one that is slow is healthy"
@@ -45,12 +45,12 @@ def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
 
 def test_one_that_stands_by_serves_when_the_other_one_has_ended(site: SmpSite) -> None:
     client = site.start()
-    first = client.hello()["pid"]
+    first = client.status()["pid"]
     with subprocess.Popen(site.command("--stand-by"), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stderr.readline()
-        assert process.poll() is None and client.hello()["pid"] == first
+        assert process.poll() is None and client.status()["pid"] == first
         os.kill(first, signal.SIGKILL)
-        until(lambda: answers(client) and client.hello()["pid"] == process.pid)
+        until(lambda: answers(client) and client.status()["pid"] == process.pid)
         process.terminate()
         assert process.wait(20) == 0
 
@@ -83,4 +83,4 @@ def test_the_command_line_hands_both_on(site: SmpSite) -> None:
     with subprocess.Popen([*command, "--stand-by"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stderr.readline()
         process.kill()
-    assert client.hello()["pid"]
+    assert client.status()["pid"]

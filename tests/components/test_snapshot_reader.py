@@ -65,7 +65,7 @@ def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: p
     def taken(path: Path, iteration: int | None = None) -> int:
         caplog.clear()
         with closing(SnapshotReader(path, iteration)) as reader:
-            return reader.stored.snapshot.iteration
+            return reader.catalog.iteration
 
     job.snapshot(1, 8)
     job.flush(8)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ftckpt.capture import device_copier, registration
-from ftckpt.capture.affinity import Locality
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.memory.locks import FileLock
@@ -128,7 +127,7 @@ def turn_of_another_rank(path: Path) -> Iterator[Callable[[], None]]:
 
 
 def registrar_with(turns: Path, slots: list[torch.Tensor]) -> Registrar:
-    registrar = Registrar(CPU, Locality(), turns, None)
+    registrar = Registrar(CPU, None, turns)
     registrar.add(slots)
     registrar.begin()
     return registrar
@@ -146,7 +145,7 @@ def test_a_failure_leaves_nothing_pinned_behind_the_end(
         touch(slot, stop)
 
     monkeypatch.setattr(registration, "touch", fail)
-    with closing(Registrar(CPU, Locality(), None, None)) as registrar:
+    with closing(Registrar(CPU, None)) as registrar:
         registrar.begin()
         registrar.add(slots[:1])
         registrar.add(slots[1:])
@@ -200,31 +199,9 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     assert not fake.pinned
 
 
-@pytest.mark.parametrize("nodes", [{0: 9, 1: 3}, {1: 12}, {0: 12}, {}])
-def test_slots_on_another_numa_node_than_the_device_are_told(
-    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, int]
-) -> None:
-    slots, told = [shared_slot(2 * PAGE), shared_slot(3 * PAGE)], list[object]()
-    looked: list[int] = []
-
-    def nodes_of(slot: torch.Tensor) -> dict[int, int]:
-        assert all(pages_present(slot.data_ptr(), slot.numel())), "pages that are not there lie nowhere"
-        looked.append(slot.data_ptr())
-        return nodes
-
-    monkeypatch.setattr(registration, "nodes_of", nodes_of)
-    registrar = Registrar(CPU, Locality(None, 0), None, lambda *said: told.append(said))
-    registrar.add(slots)
-    registrar.begin()
-    until(lambda: registrar.idle, "registered", SECS)
-    registrar.close()
-    assert looked == [slot.data_ptr() for slot in slots]
-    assert told == ([(0, nodes)] * 2 if 1 in nodes else [])
-
-
 def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> None:
     tensors, copies, slot = laid_out()
-    registrar = Registrar(CPU, Locality(), None, None, pins=False)
+    registrar = Registrar(CPU, None, pins=False)
     with closing(DeviceCopier(DeviceClock(CPU), True, registrar)) as copier:
         copier.prepare([slot])
         assert copier.pin_now(SECS), "dealt with"

@@ -461,19 +461,13 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
+def test_tensors_are_written_in_strips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DeepSpeedReader(saved("zero1-three").path)
     convert_to_deepspeed(source, tmp_path / "at once")
-    monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
-    monkeypatch.setattr(safetensors, "STRIP_BYTES", 5000)
+    monkeypatch.setattr(deepspeed_universal_writer, "strips", functools.partial(safetensors.strips, nbytes=500))
     convert_to_deepspeed(source, tmp_path / "made")
-    streamed = 0
-    for file in sorted((tmp_path / "made").rglob("*.pt")):
-        other = tmp_path / "at once" / file.relative_to(tmp_path / "made")
-        assert zipfile.ZipFile(file).testzip() is None
-        if file.stat().st_size > 8000 and file.parent.parent.name == "zero":
-            mine, wanted = torch.load(file, weights_only=True), torch.load(other, weights_only=True)
-            assert torch.equal(mine.pop("param"), wanted.pop("param")) and mine == wanted
-            streamed += 1
-    assert streamed >= 3
+    files = [file for file in (tmp_path / "made").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size > 2000 for file in files) >= 3
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "at once" / file.relative_to(tmp_path / "made")).read_bytes()
+        assert file.suffix != ".pt" or zipfile.ZipFile(file).testzip() is None

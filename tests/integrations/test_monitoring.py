@@ -133,7 +133,7 @@ def test_prometheus_has_nothing_to_say_of_what_an_smp_serves(arena_root: Path) -
     with site_at(arena_root) as site:
         client = site.start()
         client.configure(site.description(metrics_port="auto"))
-        with urllib.request.urlopen(client.hello()["metrics"], timeout=10) as reply:
+        with urllib.request.urlopen(client.status()["metrics"], timeout=10) as reply:
             promtool("check", "metrics", text=reply.read().decode())
 
 

@@ -119,7 +119,7 @@ def apart(job: Job) -> Iterator[dict[str, SmpClient]]:
     try:
         for node, client in clients.items():
             client.configure(description(job, node, {}))
-        peers = {node: ["127.0.0.1", client.hello()["port"]] for node, client in clients.items()}
+        peers = {node: ["127.0.0.1", client.status()["port"]] for node, client in clients.items()}
         for node, client in clients.items():
             client.configure(description(job, node, peers))
         yield clients

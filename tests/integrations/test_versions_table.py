@@ -89,15 +89,15 @@ def environments(those: Iterable[tuple[str, str]]) -> str:
 
 
 def between(marks: tuple[str, str]) -> str:
-    """What the README has there."""
-    return (ROOT / "README.md").read_text().partition(marks[0])[2].partition(marks[1])[0]
+    """What the page has there."""
+    return (ROOT / "launch/README.md").read_text().partition(marks[0])[2].partition(marks[1])[0]
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     assert between(MARKS) == table()
 
 
-def test_the_readme_has_the_environments() -> None:
+def test_the_page_has_the_environments() -> None:
     assert between(ENVIRONMENT_MARKS) == environments(ENVIRONMENTS)
 
 

@@ -138,7 +138,6 @@ class Recorder:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.expected: tuple[tuple[str, ...], tuple[float, ...]] | None = None
 
     def fence(self) -> None:
         self.log.append("fence")
@@ -151,9 +150,6 @@ class Recorder:
 
     def step(self, iteration: int) -> None:
         self.log.append(f"step {iteration}")
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        self.expected = (tuple(kinds), tuple(lengths))
 
     def close(self) -> None:
         self.log.append("close")

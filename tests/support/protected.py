@@ -172,7 +172,7 @@ def _blocks(group: ParityGroup, by_shard: dict[str, Arena], slot: int) -> Any:
             member = group.members[index]
             data.append(None if offset < 0 else _chunk(by_shard[member.shard], slot, member.first + offset))
         for row, (holder, block) in enumerate(stripe.blocks):
-            yield holder, block, encode(group.code, data, stripe.length, row, group.losses)
+            yield holder, block, encode(data, stripe.length, row, group.losses)
 
 
 def _fill_blocks(job: Job, arenas: dict[int, Arena], slot: int) -> None:

@@ -327,7 +327,7 @@ class Rank:
         return self.state.late or self.flight is not None
 
     def _writable(self, keep: frozenset[SnapshotId] | None = None) -> list[int]:
-        return writable_slots(self.slots, self.state.keep if keep is None else keep, lambda slot: False)
+        return writable_slots(self.slots, self.state.keep if keep is None else keep)
 
     def _seal(self) -> None:
         if self.flight is not None and not self.flight.stuck:
@@ -535,7 +535,7 @@ class Job:
     def alarmed(self) -> bool:
         """Whether a rank has read that replicas differ, and no proof has come since."""
         # One that is about to break in a proof learns nothing of it.
-        return any(rank.state.replicas.has_alarm and not rank.fate.breaks for rank in self.on)
+        return any(rank.state.replicas.alarm is not None and not rank.fate.breaks for rank in self.on)
 
     def check(self) -> None:
         """What holds at any instant."""

@@ -345,7 +345,7 @@ def _check_holder(arenas: dict[str, Arena], group: ParityGroup, holder: int, pat
             data = [_chunk(arenas, group, index, chunk, iteration) for index, chunk in stripe.data]
             for row, (index, block) in enumerate(stripe.blocks):
                 if index == holder:
-                    expected = encode(group.code, data, stripe.length, row, group.losses)
+                    expected = encode(data, stripe.length, row, group.losses)
                     assert file.verify(block) and np.array_equal(file.block(block), expected)
         return file.num_blocks
 

@@ -97,13 +97,13 @@ def _want_unless_bare(delivery: RepeatedDelivery[Any], value: Any) -> None:
 def lives_on(node_dir: Path, secs: float) -> None:
     """Until the SMP gives a sign of life that is so much later, and has looked at its trainers meanwhile."""
     pulse, begin = Heartbeat.open(node_dir, None), time.monotonic()
-    until(lambda: time.monotonic() - begin - pulse.smp()[1] >= secs, "the SMP lives on")
+    until(lambda: time.monotonic() - begin - pulse.smp_age_secs() >= secs, "the SMP lives on")
 
 
 def answers(client: SmpClient) -> bool:
     """Whether the SMP is there: its socket is before it answers."""
     with suppress(SmpError):
-        return bool(client.hello()["pid"])
+        return bool(client.status()["pid"])
     return False
 
 

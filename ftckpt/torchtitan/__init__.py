@@ -1,0 +1,71 @@
+"""ftckpt for the ``Trainer`` of torchtitan, with data, tensor, context and expert parallelism.
+
+::
+
+    config, rest = ftckpt.Config.from_flags(sys.argv[1:])
+    ftckpt.torch.init_process_group(config, "nccl")
+    trainer = ConfigManager().parse_args(rest).build()
+    ftckpt.torchtitan.attach(trainer, config)
+    trainer.train()
+
+``train`` continues at the restored step: model, optimizer, schedulers, RNG, the data loader's position, counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ftckpt.torch
+from ftckpt.config import Config
+from ftckpt.errors import ConfigError, UnsupportedError
+from ftckpt.frameworks.entry import Patches
+
+
+def attach(trainer: Any, config: Config | None) -> None:
+    """Has ``trainer.train`` restore the newest snapshot, and take snapshots where its checkpoint manager saves.
+
+    Call it once, before ``train``, on all ranks. Does nothing if ftckpt is off.
+
+    Raises:
+        UnsupportedError: pipeline parallelism, or parameter groups of several optimizers.
+        ConfigError: no config.
+    """
+    if config is None:
+        raise ConfigError("attach: config= is missing, such as that of Config.from_flags()")
+    if not config.enabled:
+        return
+    if len(trainer.model_parts) != 1:
+        raise UnsupportedError("parallelism.pipeline_parallel_degree: ftckpt does not restore pipelines; set it to 1")
+    if (number := len(trainer.optimizers)) != 1:
+        raise UnsupportedError(f"optimizer.param_groups: {number} optimizers, and ftckpt restores one; name one in all")
+    _follow(trainer, config)
+
+
+def _follow(trainer: Any, config: Config) -> None:
+    checkpointer: Any = None
+
+    def load(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        nonlocal checkpointer
+        is_loaded = original(*args, **named)
+        objects = {"trainer": trainer, "data": trainer.dataloader}
+        (model,), (optimizer,) = trainer.model_parts, trainer.optimizers
+        checkpointer = ftckpt.torch.attach(model, optimizer, trainer.lr_schedulers, objects, config)
+        checkpointer.restore(newer_than=trainer.step or -1)
+        return is_loaded
+
+    def save(original: Callable[..., Any], step: int, *args: Any, **named: Any) -> Any:
+        checkpointer.pause()
+        is_saved = original(step, *args, **named)
+        checkpointer.step(step)
+        return is_saved
+
+    def train(original: Callable[[], Any]) -> Any:
+        result = original()
+        checkpointer.close()
+        return result
+
+    patches = Patches()
+    patches.wrap(trainer.checkpointer, "load", load)
+    patches.wrap(trainer.checkpointer, "save", save)
+    patches.wrap(trainer, "train", train)
