@@ -87,7 +87,11 @@ class FtckptCallback(lightning.Callback):  # type: ignore[misc]
         objects = {f"scheduler {number}": one for number, one in enumerate(schedulers) if number}
         objects |= {"trainer": self._progress, "precision": trainer.precision_plugin}
         self._checkpointer = ftckpt.torch.attach(
-            trainer.strategy.model, trainer.optimizers[0], schedulers[0] if schedulers else None, objects, self._config
+            trainer.strategy.model,
+            trainer.optimizers[0],
+            schedulers[0] if schedulers else None,
+            objects,
+            self._config,
         )
         self._checkpointer.restore(newer_than=trainer.global_step or -1)
         self._last_step = trainer.global_step
@@ -134,7 +138,7 @@ def _check_model(trainer: Any) -> None:
     """Raises UnsupportedError for a model or callbacks that ftckpt does not restore."""
     if (number := len(trainer.optimizers)) != 1:
         raise UnsupportedError(
-            f"configure_optimizers: {number} optimizers, and ftckpt restores one; make the others parameter groups of it"
+            f"configure_optimizers: {number} optimizers, ftckpt restores one; make the others parameter groups of it"
         )
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
         raise UnsupportedError("training_step: ftckpt cannot count the batches of dataloader_iter; take a batch")

@@ -175,7 +175,7 @@ def set_aside(storage: Storage, snapshot: SnapshotId) -> None:
             raise StorageError(f"{storage.where}/{name.manifest}: {text}", lasting=True)
         if is_pinned:
             text = f"{storage.where}: {name} cannot be read and is pinned"
-            raise StorageError(f"{text}: 'ftckpt unpin' lets the new checkpoint replace it", lasting=True)
+            raise StorageError(f"{text}: 'ftckpt pin --remove' lets the new checkpoint replace it", lasting=True)
         return
     aside = CheckpointName(name.iteration, max(1, stored.lineage.generation))
     # New manifest, new pin, then unpin: at each instant the checkpoint is committed and pinned under one name.

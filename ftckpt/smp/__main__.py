@@ -26,7 +26,7 @@ _BUSY_STATUS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an SMP; ``ftckpt smp`` has the same."""
+    """Add the options of an SMP."""
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument(
         "--node", default=node_here(os.environ)[0],

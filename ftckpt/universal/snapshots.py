@@ -91,7 +91,9 @@ class SnapshotReader(ShardReader):
         try:
             stored = StoredSnapshot.decode(self._manifest, str(where))
             if stored.layout.get("dcp"):
-                raise ConvertError(f"{path}: is of torch.distributed.checkpoint: load it with ftckpt.dcp.StorageReader")
+                raise ConvertError(
+                    f"{path}: is of torch.distributed.checkpoint: load it with ftckpt.dcp.StorageReader"
+                )
             # One cache for all files: it limits the memory.
             unpacked = lru_cache(_UNPACKED)(ShardFile.chunk)
             files = {shard: _open(path, shard, entry, unpacked) for shard, entry in stored.shards.items()}

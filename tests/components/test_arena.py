@@ -27,7 +27,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.arenas import MonitoredArena
 from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.smp_nodes import LINEAGE, fill
+from tests.support.snapshots import LINEAGE, fill
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -99,7 +99,7 @@ def test_modes_and_sizes(node_dir: Path) -> None:
 
 
 def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> None:
-    """What a job has as it ends may lie in one that has just got its memory."""
+    """The last snapshot of a job may be in a slot that was just allocated."""
     with closing(Arena.create(node_dir, MANIFEST, 2, allocate=0)) as arena:
         guarded = MonitoredArena(arena.path)
         assert not guarded.behind

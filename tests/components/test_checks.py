@@ -1,4 +1,4 @@
-"""The SMP's checks: whichever store is the last, and whatever bit flips, no reader is told what was not found."""
+"""The SMP's checks: whichever store is the last, whatever bit flips, no reader gets a result that was not found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def new_checks(arena_dir: Path) -> Checks:
 
 
 def opened(arena_dir: Path) -> Checks:
-    """By a reader."""
+    """Opens the checks as a reader."""
     return Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
 
 
@@ -111,7 +111,7 @@ def test_what_is_encoded_must_be_what_was_checked(writer: Checks) -> None:
 def test_what_was_checked_is_there_at_every_store_that_revokes_encoded(
     writer: Checks, reader: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the trainer takes no checksums there are no others: what is hashed anew might be wrong by then."""
+    """Where the trainer takes no checksums there are no others: a later hash might be of corrupt bytes."""
     for slot in range(2):
         check(writer, slot, OLD, slot + 1)
         writer.store_encoded(slot, (SnapshotId(OLD, slot + 1), 10 * (slot + 1)))

@@ -15,7 +15,7 @@ from tests.support.errors import raises
 
 
 def product(a: int, b: int) -> int:
-    """Of two elements of GF(2^8), bit by bit."""
+    """The product of two elements of GF(2^8), bit by bit."""
     result = 0
     for bit in range(8):
         if b >> bit & 1:
@@ -27,7 +27,7 @@ def product(a: int, b: int) -> int:
 
 
 def determinant(matrix: list[list[int]]) -> int:
-    """By the first row; signs do not matter where 1 = -1."""
+    """Expansion by the first row; signs do not matter where 1 = -1."""
     if len(matrix) == 1:
         return matrix[0][0]
     total = 0

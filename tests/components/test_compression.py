@@ -33,7 +33,7 @@ def fragment(number: int, dtype: str, numel: int) -> Fragment:
 
 
 def image_of(tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int) -> SlotImage:
-    """Of a shard with these types and numbers of elements, the last ``volatile`` of them volatile ones."""
+    """The manifest of a shard with these types and numbers of elements, the last ``volatile`` of them volatile."""
     fragments = tuple(fragment(number, *one) for number, one in enumerate(tensors))
     stepped = len(fragments) - volatile
     return SlotImage.of(
@@ -42,13 +42,13 @@ def image_of(tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int) ->
 
 
 def content(image: SlotImage) -> bytes:
-    """Of all of its file: numbers near each other, and noise between them that is nobody's."""
+    """Bytes for all of its file: numbers near each other, and noise in the gaps."""
     data = np.random.default_rng(3).standard_normal(image.file_bytes // 4 + 1, np.float32).tobytes()
     return image.header + data[: image.file_bytes - len(image.header)]
 
 
 def entry_of(image: SlotImage, plain: bytes, used: int) -> StoredShard:
-    """Of a file that is not compressed."""
+    """The entry of a file that is not compressed."""
     hashes = [xxhash.xxh3_64_intdigest(plain[span.begin : span.end]) for span in image.chunks]
     objects = xxhash.xxh3_64_intdigest(plain[image.objects.begin : image.objects.begin + used])
     digest = image.manifest.digest.hex()
@@ -68,7 +68,7 @@ def opened(entry: StoredShard, data: bytes) -> ShardFile:
 
 
 def opened_in_place(entry: StoredShard, data: bytes) -> ShardFile:
-    """As one that storage reads to where it belongs."""
+    """Reads a file as storage does, to its destination."""
 
     def read_into(begin: int, memories: Sequence[memoryview]) -> None:
         for memory in memories:
@@ -106,7 +106,7 @@ def scattered(file: ShardFile, number: int, rng: random.Random) -> bytes:
 def test_each_part_comes_back(
     tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int, used: int, piece_bytes: int
 ) -> None:
-    """Of all types, of chunks that cut tensors and even elements, of whatever pieces; gaps are left out."""
+    """All types, chunks that cut tensors and even elements, any pieces; gaps are left out."""
     image = image_of(tensors, min(volatile, len(tensors)), chunk_bytes)
     plain, rng = content(image), random.Random(used)
     begin = image.objects.begin
@@ -134,7 +134,7 @@ def test_bytes_are_grouped_by_significance(dtype: str) -> None:
 
 
 def test_the_last_comparison_is_not_missed() -> None:
-    """Where pieces are proven behind their last byte, that is said when one more is asked for."""
+    """Where pieces are verified after their last byte, the result comes with the request for one more."""
     image = image_of([("F32", 3000)], 0, 4096)
     plain = content(image)
 

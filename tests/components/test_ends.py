@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 
 def memory_group(root: Path, name: str) -> Path:
-    """What counts the kills in the memory cgroup of processes, which have seen none."""
+    """The counter of kills in the memory cgroup of processes, which is 0."""
     (root / "self").mkdir()
     (root / "self" / "cgroup").write_text(f"0::/{name}\n")
     (root / name).mkdir(parents=True)

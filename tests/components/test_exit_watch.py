@@ -30,7 +30,7 @@ def watch() -> Iterator[ExitWatch]:
 
 
 def process(end: str) -> tuple[subprocess.Popen[bytes], int]:
-    """One that ends so once its input is closed, and its owner word."""
+    """A process that ends so once its input is closed, and its owner variable."""
     code = (
         f"import os, signal, sys, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); sys.stdin.read(); {end}"
     )

@@ -1,23 +1,17 @@
-"""Who may import whom, what must start without torch, and what must never be in the package."""
+"""The import rules of the package, starts without torch, and forbidden names."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_python
 from tests.support.repository import ROOT, files_in
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -193,9 +187,7 @@ def test_nothing_reads_pickle(name: str) -> None:
 
 def python(code: str) -> str:
     """Output of a fresh interpreter."""
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    run = run_python(code, secs=120.0)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
@@ -247,7 +239,7 @@ def test_importing_any_module_changes_nothing() -> None:
 
 @functools.cache
 def names_bound_in(path: Path) -> frozenset[str]:
-    """By a module, and by its functions."""
+    """Names bound by a module and its functions."""
     bound = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -83,7 +83,7 @@ def test_a_restart_continues_its_lineage_and_remembers_what_was_asked_and_found(
 
 
 def test_a_start_that_may_load_yet_remembers_what_it_has_loaded_before() -> None:
-    """DeepSpeed restores first, and loads a tag behind that: the same tag at each restart rolls back once."""
+    """DeepSpeed restores first, and loads a tag after that: the same tag at each restart rolls back once."""
     before = Lineage(FIRST.branches, ("rollback-before 41", "load of iteration 20"))
     assert LoadedCheckpoint(may_follow=True).requests(NO_REQUEST, before) == ("load of iteration 20",)
     assert LoadedCheckpoint().requests(NO_REQUEST, before) == ()

@@ -47,7 +47,7 @@ def test_a_step_that_was_named_is_a_rollback(
 
 
 class Backend(Enum):
-    """As some of Megatron-LM's arguments are."""
+    """A type like those of some of Megatron-LM's arguments."""
 
     AUTO = 1
 

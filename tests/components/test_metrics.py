@@ -1,4 +1,4 @@
-"""The table of metrics, the page that is made of it, and what is told of a node whose status is known."""
+"""The table of metrics, its generated page, and the metrics of a node whose status is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_page_is_made_of_the_table() -> None:
 
 
 def expressions() -> dict[str, str]:
-    """Of all alerts and panels, by their titles."""
+    """The queries of all alerts and panels, by their titles."""
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     found = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
     dashboard = json.loads((MONITORING / "grafana.json").read_text())

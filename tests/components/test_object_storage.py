@@ -1,4 +1,4 @@
-"""What an object store refuses, by the status of its answer: texts of errors may say anything."""
+"""Refusals of an object store, by the status of its answer: error texts are arbitrary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank learns from its iterations, and what it plans and wishes from that."""
+"""The window scheduler of one rank: its measurements, plans and interval requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MB = 1_000_000
 
 
 class Clock:
-    """Time passes as a test says; a device has come as far as ``reached``."""
+    """Time passes as a test sets it; a device has reached ``reached``."""
 
     device = torch.device("cpu")
 
@@ -56,7 +56,7 @@ class Rank:
         scale: float = 1.0,
         fence: float = 0.0,
     ) -> None:
-        """One iteration beside these copies, up to and with its last boundary."""
+        """One iteration concurrent with these copies, up to and with its last boundary."""
         self.number += 1
         base = self.pacer.begin(10 * MB, MB)
         flight = Flight([], torch.zeros(0, dtype=torch.uint8), lambda: None, base)
@@ -150,14 +150,14 @@ def test_early_snapshots_leave_timelines_and_later_ones_now_and_then(tmp_path: P
 
 
 class Auto(Rank):
-    """Snapshots each ``spacing`` iterations of six seconds, which take ``cost`` seconds more beside them."""
+    """Snapshots each ``spacing`` iterations of six seconds, which take ``cost`` seconds longer with one."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, interval="auto", **settings)
         self.before_each_snapshot: Callable[[], None] = lambda: None
 
     def live(self, snapshots: int, cost: float, spacing: int = 6) -> int:
-        """The wish behind them."""
+        """The request after them."""
         for number in range(snapshots * spacing):
             if number % spacing == 0:
                 self.before_each_snapshot()

@@ -1,4 +1,4 @@
-"""Copies go where there is room: windows first, then forward, then backward, at last the fence."""
+"""Copies use free time: windows first, then forward, then backward, at last the fence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parity files: a reader finds the blocks of one whole snapshot or none, whatever died or flipped."""
+"""Parity files: a reader finds all blocks of one snapshot or none, whatever died or flipped."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path, file: ParityFil
 
 
 def test_two_that_create_one_file_do_not_meet(path: Path) -> None:
-    """A target that was given up leaves a thread behind that still allocates what the next one allocates, too."""
+    """A dropped target leaves a thread that still allocates what the next one allocates, too."""
     (path.parent / ".parity.node.0.0123abcd.new").write_bytes(b"what a killed process left")
 
     def create(_: int) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a node and its SMP tell about themselves, and what nobody can be fooled by."""
+"""The heartbeats of a node's ranks and SMP, which corruption cannot fake."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
 
 
 def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
-    """In another pid namespace nobody could tell that they do not live: a pod that came back with fewer ranks."""
+    """In another pid namespace dead ranks cannot be detected: a pod that restarts with fewer ranks."""
     for place in range(4):
         Heartbeat.open(arena_root, place, place).beat(7, "optimizer")
     words(arena_root)[:4, 1] += 1

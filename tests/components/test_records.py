@@ -30,7 +30,7 @@ from ftckpt.parity.groups import Member, ParityGroup
 OLD, NEW = SnapshotId(b"o" * 16, 1), SnapshotId(b"n" * 16, 3)
 OTHER = SnapshotId(b"o" * 16, 2)
 Claims = dict[str, Any]
-"""What a reader of a file believes, by what it speaks of."""
+"""The facts that a reader of a file believes, by their subject."""
 
 
 def whole(key: str, shape: int) -> Fragment:
@@ -54,7 +54,7 @@ class Kind:
     read: Callable[[Path], Claims]
     changes: dict[str, Callable[[Path], None]]
     counts: tuple[int, ...] = (12, 16, 20)
-    """Where the counts (u32) stand that its reader must not believe."""
+    """The offsets of counts (u32) that its reader must not believe."""
 
 
 # --- control ---
@@ -253,7 +253,7 @@ def made(name: str, folder: Path) -> Path:
 
 
 def believed(kind: Kind, path: Path) -> Claims:
-    """What a reader believes; nothing where it refuses the file."""
+    """The facts that a reader believes; none where it refuses the file."""
     with suppress(ArenaError, MismatchError):
         return kind.read(path)
     return {}
@@ -295,7 +295,7 @@ def dies(change: Callable[[Path], None], path: Path, fatal: int, partial: int) -
 
 
 def records_of(kind: Kind, path: Path) -> list[int]:
-    """Where states stand: every multiple of 64 between header and text, which is more than there are records."""
+    """The offsets of states: every multiple of 64 between header and text, which is more than there are records."""
     raw = path.read_bytes()
     records, words = struct.unpack_from("<II", raw, 12)
     return list(range(HEADER_BYTES, kind.format.text_offset(records, words), RECORD_BYTES))
@@ -329,7 +329,7 @@ def test_death_at_any_store(name: str, change: str, folder: Path) -> None:
 
 
 def test_death_at_any_store_leaves_nothing_torn(folder: Path) -> None:
-    """What a kill leaves is no damage: nobody is told of any."""
+    """The remains of a kill are no corruption: none is reported."""
     for change in CONTROL.changes:
         fatal = 1
         while dies(CONTROL.changes[change], path := made("control", folder), fatal, 0):
@@ -374,7 +374,7 @@ def test_another_version_is_a_mismatch(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("value", [0, 1, 3, 65, 457, 1 << 20, 1 << 31, (1 << 32) - 1])
 def test_hostile_sizes(name: str, value: int, folder: Path) -> None:
-    """Nothing is allocated on the word of a header, and no count is taken that contradicts another one."""
+    """Nothing is allocated because a header asks for it, and no count that contradicts another one is believed."""
     kind = KINDS[name]
     before = kind.read(path := made(name, folder))
     raw = path.read_bytes()

@@ -46,7 +46,7 @@ def live(fragment: Fragment) -> torch.Tensor:
 
 
 class World:
-    """What every rank lays out and stores; each rank reads nothing but its own tensors."""
+    """The layout and the slot of every rank; each rank reads nothing but its own tensors."""
 
     def __init__(
         self, held: Held, redundancy: Redundancy, chunk_bytes: int, views: dict[int, ReplicaSets] | None = None

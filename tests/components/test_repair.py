@@ -1,4 +1,4 @@
-"""Stripes are solved in an order that works, in bounded memory, into slots that claim nothing until whole."""
+"""Stripes are solved in an order that works, in bounded memory, into slots that are not sealed until complete."""
 
 from __future__ import annotations
 
@@ -29,17 +29,9 @@ from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, Input, RepairTask, ShardRepair, batches, levels, solve_slice
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
-from tests.support.protected import (
-    LINEAGE,
-    Job,
-    build,
-    contents,
-    file_groups,
-    flip,
-    flip_chunk,
-    record_begin,
-    slot_of,
-)
+from tests.support.flips import flip
+from tests.support.protected import Job, build, contents, file_groups, flip_chunk, record_begin
+from tests.support.snapshots import LINEAGE, slot_of
 
 CHUNK = 64
 ME, OTHER = 0, 1
@@ -149,9 +141,8 @@ def test_every_lost_chunk_comes_back_byte_for_byte(group: ParityGroup, data: st.
 def test_a_repair_that_needs_another_stands_behind_it(arena_root: Path) -> None:
     """A node's chunk comes from its peers, the next one from the node's parity over it."""
     job = Job(arena_root, ("a", "a", "a", "b", "b", "b"), Modes(node=True, peer=True))
-    groups_of = file_groups(job)
     lost = {("dp0", chunk) for chunk in range(6)} | {("dp1", chunk) for chunk in range(6)}
-    repairs, unsolved = solve(groups_of, lost, set())
+    repairs, unsolved = solve(file_groups(job), lost, set())
     assert not unsolved
     found = levels(repairs)
     assert len(found) > 1
@@ -260,7 +251,7 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
 def test_a_rebuild_takes_the_slot_that_is_needed_least(
     held: tuple[int | None, ...], keep: tuple[frozenset[SnapshotId], ...], left: set[int], arena_root: Path
 ) -> None:
-    """Whatever it took is gone when it fails: what would be taken in its place must not be that."""
+    """Whatever it allocated is freed when it fails: the next allocation must not find it."""
     job, package, _ = made(arena_root)
     with closing(Arena.open(job.path(1), writable=True)) as arena:
         for slot, iteration in enumerate(held):

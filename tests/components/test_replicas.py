@@ -1,4 +1,4 @@
-"""Shares: the ranks of a replica set cover their bytes exactly once and evenly, and all agree on the cut."""
+"""Shares: the ranks of a replica set take their bytes exactly once and evenly, and all agree on the cut."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fragments(draw: st.DrawFn, key: str) -> Fragment:
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
-    """What each rank holds (in an order of its own), who holds what, and what differs."""
+    """The fragments of each rank (in an order of its own), their holders, and their differences."""
     size = draw(st.integers(1, 6))
     held: dict[int, list[Fragment]] = {rank: [] for rank in range(size)}
     holders: dict[bytes, Ranks] = {}
@@ -71,11 +71,11 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 class Asked(Exception):
-    """A rank's message, of which not all ranks' answers are known yet."""
+    """A rank's message to which not all ranks have answered yet."""
 
 
 def in_lockstep(run: Callable[[int, Gather], T], num_ranks: int) -> list[T]:
-    """What ``run`` gives on each rank, run again and again, one collective further each time."""
+    """The result of ``run`` on each rank, run repeatedly, one collective further each time."""
     rounds: list[list[bytes]] = []
     while True:
         values, asked = [], []
@@ -100,7 +100,7 @@ def in_lockstep(run: Callable[[int, Gather], T], num_ranks: int) -> list[T]:
 
 
 def sets_of(held: Mapping[int, list[Fragment]], differing: Collection[bytes] = ()) -> dict[int, ReplicaSets]:
-    """By what the ranks tell each other: the bits of each holder are others where they differ."""
+    """The expected sets, from the messages of the ranks: the bits of each holder differ where they drifted."""
     ranks = sorted(held)
 
     def run(place: int, gather: Gather) -> ReplicaSets:
@@ -196,7 +196,7 @@ def test_what_is_next_to_nothing_is_copied_by_each_holder(job: Job) -> None:
 
 @pytest.mark.parametrize(("alone", "dealt"), [(WHOLE_SHARE * 8, False), (WHOLE_SHARE * 8 - 4, True), (0, True)])
 def test_a_run_is_dealt_where_it_spares_a_rank_something(alone: int, dealt: bool) -> None:
-    """By the rank that holds least alone; what differs is that rank's alone in any case."""
+    """Decided by the rank with the least private state; bytes that differ belong to their rank alone."""
     step, own = whole("step/w", 2), [whole(f"own/{rank}", n // 4) for rank, n in enumerate((1 << 20, alone))]
     held = {rank: [step, own[rank]] for rank in (0, 1)}
     views = {rank: without_small(sets) for rank, sets in sets_of(held).items()}
@@ -225,7 +225,7 @@ def test_what_each_holder_copies_lies_side_by_side_behind_what_is_its_own() -> N
     ],
 )
 def test_a_rank_that_differs_from_more_than_half_is_named(bits: str, odd: Ranks) -> None:
-    """Of two nobody can say which is right, and where all differ the script lets them drift."""
+    """With two replicas it is unknown which is right, and where all differ the script lets them drift."""
     whole = [Fragment.whole(key, "F32", (4, 4), Box((0, 0), (4, 4))) for key in ("v", "w")]
 
     def run(rank: int, gather: Gather) -> ReplicaSets:

@@ -111,7 +111,7 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
 
 
 def test_what_is_between_rows_is_read_beside_them(arena: Arena) -> None:
-    """A chunk is verified with all its bytes, of which few are wanted, and these not as one run."""
+    """A chunk is verified with all its bytes, though few are wanted, and these not as one run."""
     expected, snapshot = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
     with closing(SlotFile(arena, 0)) as file:
         shard, begin = SlotShard(arena, 0, file, snapshot, expected), arena.image.chunks[1].begin + 1000

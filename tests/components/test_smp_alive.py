@@ -1,4 +1,4 @@
-"""An SMP in a container of its own: what a probe of it says, and how it stands by while another one serves."""
+"""An SMP in a container of its own: its probe, and how it stands by while another one serves."""
 
 from __future__ import annotations
 
@@ -72,15 +72,3 @@ def test_nothing_is_saved_while_ranks_of_another_container_train(site: SmpSite, 
         assert [one["lives"] for one in client.status()["trainers"]] == [None]
     assert client.persist(request)["flush"] in ("working", "cannot")
     assert [one["lives"] for one in client.status()["trainers"]] == [False]
-
-
-def test_the_command_line_hands_both_on(site: SmpSite) -> None:
-    command = [word.replace("ftckpt.smp", "ftckpt.cli.main") for word in site.command()]
-    command.insert(3, "smp")
-    assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 1
-    client = site.start()
-    assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 0
-    with subprocess.Popen([*command, "--stand-by"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None and process.stderr.readline()
-        process.kill()
-    assert client.status()["pid"]

@@ -64,7 +64,7 @@ def ramp(*shape: int) -> np.ndarray:
 
 
 def fused(heads: int, kv_heads: int, head_dim: int, ranks: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """A weight of queries, keys and values, and the parts of ranks: whole heads, the first ranks one more; where
+    """A weight of queries, keys and values, and the parts of ranks: entire heads, the first ranks one more; where
     there are fewer key heads than ranks, several ranks hold the same."""
     whole_weight = [ramp(n * head_dim, 2) + 1000 * k for k, n in enumerate((heads, kv_heads, kv_heads))]
     parts = []
@@ -276,7 +276,7 @@ LAYOUTS = {"tp2": (2, {"tp": 2}), "pp2-vpp2": (2, {"pp": 2, "vpp": 2}), "tp2-pp2
 
 
 def stored_and_placed(rank: int, world_size: int, model: Model, layout: Mapping[str, int]) -> tuple[Any, Any]:
-    """What a rank's checkpoint in the ``torch`` format would hold, and where Megatron itself says that it lies."""
+    """The contents of a rank's checkpoint in the ``torch`` format, and their place by Megatron itself."""
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.utils import unwrap_model
@@ -310,7 +310,7 @@ def stored_and_placed(rank: int, world_size: int, model: Model, layout: Mapping[
 
 
 def distinguish(built: Any) -> None:
-    """Values that tell elements apart: biases and norms are alike everywhere when they are made."""
+    """Values that distinguish elements: biases and norms are alike everywhere when they are made."""
     from ftckpt.megatron.state import MegatronState
 
     described = MegatronState(built.chunks, built.optimizer, None, {}).describe()

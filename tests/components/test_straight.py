@@ -36,7 +36,7 @@ class Image:
         self.read.append(number)
 
     def bring(self, wanted: list[StridedCopy]) -> list[torch.Tensor]:
-        """What comes of these copies, each to memory of its own."""
+        """The results of these copies, each to memory of its own."""
         live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
         parts = [Part(*one) for one in zip(wanted, live, strict=True)]
         for chunk in chunks_of(cast(ShardFile, self), parts):

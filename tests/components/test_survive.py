@@ -1,4 +1,4 @@
-"""What is called recoverable is rebuilt from real bytes; what is not cannot be, by the rank of its equations."""
+"""Recoverable losses are reconstructed from real bytes; others cannot be, by the rank of their equations."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def small(modes: Modes, nodes: int = 3, per_node: int = 3, seed: int = 0) -> Job
 
 @pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: f"{m.names}{m.peer_losses}{m.peer_group}")
 def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
-    """What is forecast for arenas is what the chunks say, whatever is lost."""
+    """The forecast for arenas agrees with the chunks, whatever is lost."""
     job = small(modes)
     packages = mirrors(job.holdings, modes)
     shards = [h.shard for h in job.holdings]

@@ -1,4 +1,4 @@
-"""The universal format: whole or not there, and nothing that is damaged is given out."""
+"""The universal format: complete or absent, and corrupt data is never returned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OBJECTS = {"scheduler": {"num_steps": 3}, "rng": np.arange(5), "name": "x", "pai
 
 
 def value(tensor: Tensor) -> Bytes:
-    """Bytes that the tensor's name alone decides; floats that a cast keeps finite."""
+    """Bytes that the tensor's name alone determines; floats that stay finite in a cast."""
     rng = np.random.default_rng(sum(tensor.key.encode()))
     numel = tensor.nbytes // DTYPE_BYTES[tensor.dtype]
     if tensor.dtype in ("F32", "F64"):

@@ -13,9 +13,9 @@ import torch
 
 from ftckpt.capture.affinity import cores_of_node, near_cores, numa_node_of
 from ftckpt.schedule.bubbles import Always
-from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
-from tests.support.fake_device import SECS
-from tests.support.real_device import MIB, cycles_for, needs_device, sleep, state
+from tests.gpu.device_states import Landings, assert_holds, plan, prepared, shared_slot
+from tests.gpu.fake_device import SECS
+from tests.gpu.real_device import MIB, cycles_for, needs_device, sleep, state
 
 pytestmark = needs_device
 BUSY_SECS = 4.0

@@ -20,7 +20,7 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.memory.locks import FileLock
 from ftckpt.schedule.clock import DeviceClock
-from tests.support.device_states import (
+from tests.gpu.device_states import (
     CPU,
     DeviceSnapshots,
     assert_holds,
@@ -29,12 +29,12 @@ from tests.support.device_states import (
     shared_slot,
     started,
 )
-from tests.support.fake_device import PAGE, SECS, FakeDevice, pages_present
+from tests.gpu.fake_device import PAGE, SECS, FakeDevice, pages_present
 from tests.support.waiting import until
 
 
 def test_registration_is_undone_where_it_was_made(fake: FakeDevice) -> None:
-    """Also of slots that came later: all are unpinned when ``close`` returns."""
+    """Slots that were added later too: all are unpinned when ``close`` returns."""
     slots = [shared_slot(10 * PAGE), shared_slot(3 * PAGE)]
     with prepared(slots[:1], CPU) as copier:
         assert sum(fake.pinned.values()) == slots[0].numel()
@@ -64,8 +64,7 @@ def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeyp
 def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the staging buffer it would stand in training's way. What is cheap beside an iteration, or late, need
-    not wait."""
+    """Copies through the staging buffer would delay training. A snapshot that is cheap, or late, need not wait."""
     snapshots = DeviceSnapshots(monkeypatch, settled=False)
     capture, release = snapshots.capture, threading.Event()
     monkeypatch.setattr(registration, "pin_pages", lambda *_: release.wait(SECS))
@@ -182,7 +181,7 @@ def test_a_rank_that_is_stuck_while_it_registers_does_not_keep_the_others(
 def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unpinning may wait for all that the device has. What is of training, and buffers, are let go of."""
+    """Unpinning may wait for all work of the device. Tensors of training and buffers are released."""
     snapshots = DeviceSnapshots(monkeypatch)
     snapshots.take()
     held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, *fake.staging)]

@@ -15,8 +15,8 @@ from ftckpt.config import Config
 from ftckpt.events import Events
 from ftckpt.schedule.clock import DeviceClock
 from ftckpt.schedule.window_scheduler import WindowScheduler
-from tests.support.device_states import CPU, DeviceSnapshots, live_state
-from tests.support.fake_device import PAGE, FakeDevice
+from tests.gpu.device_states import CPU, DeviceSnapshots, live_state
+from tests.gpu.fake_device import PAGE, FakeDevice
 
 
 def odd_state() -> list[torch.Tensor]:
@@ -71,5 +71,5 @@ def test_moments_of_training_are_provided_before_it(fake: FakeDevice, places: in
 def test_slots_that_lie_in_wait_are_not_touched(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart's only snapshot may lie there."""
     snapshots = DeviceSnapshots(monkeypatch)
-    assert not snapshots.slot.any() and snapshots.control.told == []
+    assert not snapshots.slot.any() and snapshots.control.calls == []
     snapshots.capture.close()

@@ -1,4 +1,4 @@
-"""A smoke run of each benchmark: it succeeds, writes its result, and leaves nothing behind."""
+"""A smoke run of each benchmark: it succeeds, writes its result, and leaves nothing else."""
 
 from __future__ import annotations
 

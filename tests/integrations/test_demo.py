@@ -1,4 +1,4 @@
-"""The demo: its conclusions on logs made up here, what Ctrl-C leaves, and (slow) the whole of it."""
+"""The demo: its conclusions on logs made up here, the remains after Ctrl-C, and (slow) a full run."""
 
 from __future__ import annotations
 

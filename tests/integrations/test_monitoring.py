@@ -138,7 +138,7 @@ def test_prometheus_has_nothing_to_say_of_what_an_smp_serves(arena_root: Path) -
 
 
 def test_the_dashboard_survives_the_types_of_grafana() -> None:
-    """Of a field that Grafana does not know nothing would be left."""
+    """A field that Grafana does not know would be dropped."""
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models.dashboard import Dashboard
 

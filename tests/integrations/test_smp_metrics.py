@@ -1,4 +1,4 @@
-"""Metrics as Prometheus gets them from a real SMP: served on request, or written to a file, gone with it."""
+"""Metrics as Prometheus gets them from a real SMP: served on request, or in a file that is removed with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.multiproc
 
 Samples = dict[tuple[str, str], float]
-"""By name and, where it has one, the value of the label beside training_job and node."""
+"""The samples by name and, where there is one, the value of the label other than training_job and node."""
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_port_that_is_taken_is_tried_again_and_loud_events_are_counted(site: S
         port = other.getsockname()[1]
         client.configure(site.description(metrics_port=port))
         assert client.status()["metrics"] == ""
-    assert f"--ftckpt-metrics-port: {port} cannot be served" in site.log and "ftckpt ls" in site.log
+    assert f"--ftckpt-metrics-port: {port} cannot be served" in site.log and "ftckpt jobs" in site.log
     until(lambda: bool(client.status()["metrics"]), secs=40)
     found = scraped(client.status()["metrics"])
     assert found[full_name("warnings"), "smp_error"] == 1

@@ -171,7 +171,7 @@ def check_page(text: str) -> Page:
 
 class RunLogs:
     """Logs of a run of two ranks on two nodes: attempts, each with a joined, a restore of 0.2 s and a boundary a
-    second, which rank 1 reaches a bit later; snapshots are whole after 0.5 s and protected after 1.5 s."""
+    second, which rank 1 reaches a bit later; snapshots are copied after 0.5 s and protected after 1.5 s."""
 
     def __init__(self, run: Path) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""A job without a framework: each rank holds one row and a weight. And a recorder in the place of a checkpointer."""
+"""A job without a framework: each rank holds one row and a weight. And a recorder that replaces a checkpointer."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def train(checkpointer: Checkpointer, state: PlainState, iterations: Iterable[in
 
 
 def sealed(settings: dict[str, Any], rank: int) -> set[int]:
-    """Iterations of which this rank has a sealed slot."""
+    """Iterations for which this rank has a sealed slot."""
     found = set()
     for path in Path(settings["arena"]).glob(f"ftckpt-*/*/dp{rank}.*"):
         with closing(Arena.open(path)) as arena:
@@ -134,7 +134,7 @@ def restored(rank: int, world_size: int, settings: dict[str, Any], nodes: list[s
 
 
 class Recorder:
-    """``log`` has a word for each call, in order; a place of the schedule by its kind."""
+    """``log`` has an entry for each call, in order; a place of the schedule by its kind."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""A job is built in the layout that was chosen for the ranks there are, and goes on from memory in another one.
+"""A job is built in the layout that was chosen for the available ranks, and resumes from memory in another one.
 
 ``MEGATRON_LM=DIR`` names a checkout of Megatron-LM at core_v0.16.1, whose train loop is not in the wheel.
 """
@@ -148,7 +148,7 @@ class MegatronLM:
         return read_events(self.here / "events", name, of="rank0")
 
     def newest(self) -> int:
-        """The newest iteration of which there is a snapshot."""
+        """The newest iteration with a snapshot."""
         return max((event["iteration"] for event in self.told("snapshot")), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Every rung of the ladder, under every schedule of Megatron-core, brings back the same bits."""
+"""Every copy schedule, under every pipeline schedule of Megatron-core, restores the same bits."""
 
 from __future__ import annotations
 

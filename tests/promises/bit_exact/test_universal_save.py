@@ -1,4 +1,4 @@
-"""A running job saves its newest snapshot for any layout: every element, by all ranks, whole or not at all."""
+"""A running job saves its newest snapshot for any layout: every element, by all ranks, completely or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def value(key: str, iteration: int) -> torch.Tensor:
-    """What the tensor is after ``iteration`` steps."""
+    """The tensor after ``iteration`` steps."""
     size = int(np.prod(SHAPES[key]))
     return ((torch.arange(size, dtype=torch.float32) * 0.37 + len(key)).sin() * iteration).view(SHAPES[key])
 

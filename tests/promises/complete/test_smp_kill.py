@@ -1,4 +1,4 @@
-"""An SMP killed, frozen or fooled: trainers go on, and a new one takes over alone."""
+"""An SMP killed, frozen or misled: trainers continue, and a new one takes over alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def kill(client: SmpClient) -> int:
 
 
 class Told:
-    """Events that a Watch tells."""
+    """Events that a Watch reports."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -128,7 +128,7 @@ def test_the_watch_brings_it_back_again_and_again(site: SmpSite, tmp_path: Path)
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the log of the SMP outlives the job."""
+    """The place of the SMP's log after the job."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "ftckpt" / f"{JOB}@{NODE}.log"
 

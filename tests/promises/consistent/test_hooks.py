@@ -55,7 +55,7 @@ def test_the_tail_goes_from_the_last_backward_to_the_fence(argv: list[str], fina
 
 
 def paused(rank: int, world_size: int) -> list[Any]:
-    """What is told of a train loop's pauses, by functions of a module that looks them up as Megatron-LM's does."""
+    """The reports of a train loop's pauses, by functions of a module that looks them up as Megatron-LM's does."""
     import train_gpt
 
     from ftckpt.megatron import door, hooks

@@ -1,4 +1,4 @@
-"""Files of other programs are read without running code that lies in them, and bad ones are refused with a reason."""
+"""Files of other programs are read without running code in them, and bad ones are refused with a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Runs:
 
 @pytest.fixture
 def foreign() -> Iterator[types.ModuleType]:
-    """A module that is gone when its objects are read again."""
+    """A module that is missing when its objects are read again."""
     before = set(sys.modules)
     module = types.ModuleType("megatron.made_up.enums")
     color = enum.Enum("Color", {"red": 1, "green": 2}, module=module.__name__)

@@ -1,4 +1,4 @@
-"""A job beside other load: two busy loops on each core that its ranks and SMPs may use."""
+"""A job under other load: two busy loops on each core that its ranks and SMPs may use."""
 
 from __future__ import annotations
 

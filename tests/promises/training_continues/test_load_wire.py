@@ -36,7 +36,7 @@ SHAPES = {"w0": (24, 36), "w1": (7, 12, 10), "w2": (501,), "w3": (64, 48)}
 
 @dataclass
 class Sides:
-    """How a tensor lies over the ranks: cut along an axis into boxes; replicas of a box are whole or flat ranges."""
+    """The distribution of a tensor over ranks: cut along an axis into boxes; replicas are full or flat ranges."""
 
     axis: int
     boxes: int
@@ -44,7 +44,7 @@ class Sides:
 
 
 def value(key: str, fragment: Any) -> np.ndarray:
-    """What each element is: a function of its place in the whole tensor and of the key."""
+    """The value of each element: a function of its place in the full tensor and of the key."""
     whole = np.arange(math.prod(fragment.global_shape), dtype=np.int32).reshape(fragment.global_shape)
     box = fragment.box
     slices = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))

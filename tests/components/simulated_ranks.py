@@ -33,15 +33,15 @@ from ftckpt.session.session import SessionState
 from ftckpt.session.vote import Agreement, AgreementError, Readiness, VoteResult
 
 POSITIONS = 2
-"""Of samples."""
+"""Number of samples."""
 
 POSTED, PROOF = "posted", "proof"
-"""Where a rank waits for others: with a deadline for their posts, without one in a proof."""
+"""The places where a rank waits for others: with a deadline for their posts, without one in a proof."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to one rank in an iteration.
+    """The events of one rank in an iteration.
 
     ``copies``: of the last snapshot are ``sealed`` before the fence, or ``late``, after it, or run ``longer``, past
     the boundary; ``failed``; or ``stuck``: they run on when the snapshot is dropped. ``impatient``: it waits for
@@ -86,7 +86,7 @@ class Rounds:
 
 
 class RankGroup:
-    """What ``Agreement`` uses of a group."""
+    """The part of a group that ``Agreement`` uses."""
 
     def __init__(self, rounds: Rounds, rank: int) -> None:
         self.rounds = rounds
@@ -128,7 +128,7 @@ class RankGroup:
 
 @dataclass
 class Outcome:
-    """Of a collective; it is looked at when all ranks have posted."""
+    """The outcome of a collective; it is computed when all ranks have posted."""
 
     find: Callable[[], Any]
 
@@ -163,7 +163,7 @@ class Rank:
     """Verdicts that it has read."""
     missed: bool = False
     iteration: int = -1
-    """Of the last snapshot that was due, or of the restored one."""
+    """The iteration of the last snapshot that was due, or of the restored one."""
     passed: int = -1
     """The iteration of the last boundary."""
     decision: TakeSnapshot | SkipSnapshot | None = None
@@ -190,7 +190,7 @@ class Rank:
         return max((snapshot for snapshot in self.slots.values() if snapshot is not None), default=None)
 
     def iterate(self, job: Job, iteration: int, fate: Fate) -> Generator[None]:
-        """The steps of an iteration; ``waits`` says at each what this rank waits for."""
+        """The steps of an iteration; at each ``waits`` names what this rank waits for."""
         state = self.state
         self.decision, self.missed, self.fate = None, False, fate
         if (
@@ -421,7 +421,7 @@ class Job:
         return [rank for rank in self.ranks if not rank.state.off]
 
     def start(self) -> None:
-        """A new attempt restores the newest snapshot that all ranks have; no older one than any rank knew whole."""
+        """A new attempt restores the newest snapshot of all ranks; none older than a rank knew to be committed."""
         known = self.knows.state.committed if self.lives else None
         self.wrong = False
         common = set.intersection(*(rank.sealed for rank in self.ranks))
@@ -462,7 +462,7 @@ class Job:
     def iterate(self, fates: Sequence[Fate], choose: Callable[[int], int], stop_after: int = 1 << 30) -> None:
         """All ranks go through the next iteration, in an order that ``choose(number of ranks)`` decides step by step.
 
-        After ``stop_after`` steps the job dies, and starts anew.
+        After ``stop_after`` steps the job dies and restarts.
         """
         self.iteration += 1
         self.now_secs += 1.0
@@ -507,7 +507,8 @@ class Job:
         assert not any(other.state.off for other in absent), "a rank waits for one that turned off"
 
     def prove(self, number: int) -> bool:
-        """What a proof does, on all ranks at once: it is collective, and so is a new layout. False: not all came."""
+        """The effect of a proof on all ranks at once: it is collective, as is a new layout. False: ranks are
+        missing."""
         if number in self.proven:
             return True
         if len(self.proofs[number]) < len(self.ranks):
@@ -538,7 +539,7 @@ class Job:
         return any(rank.state.replicas.alarm is not None and not rank.fate.breaks for rank in self.on)
 
     def check(self) -> None:
-        """What holds at any instant."""
+        """Checks the invariants of any instant."""
         knows = self.knows.state
         # In a new layout, before all ranks know it, only the whole one lies in what old arenas are left.
         kept = (knows.committed, *(() if self.layout_broke else (knows.targets.protected, knows.targets.target)))
@@ -551,7 +552,7 @@ class Job:
             assert not own or rank.read < self.knows.read, f"rank {rank.index} has overwritten its own {own}"
 
     def _check_iteration(self) -> None:
-        """What holds at the end of an iteration."""
+        """Checks the invariants of an iteration's end."""
         dues = self.boundaries.get(self.iteration, {})
         assert len({dues[rank.index] for rank in self.on if rank.index in dues}) <= 1, (
             "a snapshot is due on some ranks"

@@ -1,8 +1,8 @@
-"""What every integration of a framework must pass, whatever the framework: one suite, run through an adapter.
+"""The suite that every integration of a framework must pass, run through an adapter.
 
 Jobs are run as seldom as possible. One chain of attempts serves five checks: the first is killed on one rank in the
 middle of a batch, the second while a rank copies, the third on all ranks at once; the fourth runs to its end. Every
-attempt writes what it computes, iteration by iteration, and every line is held against an undisturbed run.
+attempt writes what it computes, iteration by iteration, and every line is compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,66 +22,14 @@ from ftckpt.errors import UnsupportedError
 from ftckpt.group import Group
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.model.training_state import Description, Piece, TrainingState
+from ftckpt.model.training_state import Description, Piece
 from ftckpt.session.checkpointer import Checkpointer
+from tests.integrations.conformance_hooks import follow, problems_of
 from tests.support import faults
-from tests.support.conformance_hooks import follow, problems_of
+from tests.support.adapters import Adapter, Job
 from tests.support.elements import Elements, held, put_together
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks
-
-
-class Job(Protocol):
-    """One rank's job, built and ready to train."""
-
-    @property
-    def iteration(self) -> int:
-        """Iterations that are done, those before a restore among them."""
-
-    def attach(self, config: Config) -> Checkpointer:
-        """Attach ftckpt and restore; from then on iterations end with a snapshot. Collective."""
-
-    def train_iteration(self) -> Sequence[float | None]:
-        """One iteration, up to the boundary and with it; returns loss and what else must be the same again."""
-
-    def hashes(self) -> Mapping[str, str]:
-        """Of every tensor this rank holds: weights, buffers, masters, moments, RNG."""
-
-    def state(self) -> TrainingState:
-        """The state as ``attach`` describes it."""
-
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Those of torch's kind that step this rank's shard."""
-
-    def listen(self, trainer: Any) -> Sequence[Callable[[], object]]:
-        """Install the hooks of a session without one: they report to ``trainer``. Returns functions that remove one
-        of two fences each, if there are two."""
-
-    def remove_hooks(self) -> None:
-        """Remove those hooks."""
-
-    def evaluate(self) -> None:
-        """A forward that trains nothing."""
-
-    def add_parameter(self) -> None:
-        """Give the model one more, ``extra.weight``, that needs gradients and that no optimizer steps."""
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One framework in one configuration, such as ``tp2pp2``, unique within the framework. It is sent to every rank.
-
-    ``masters`` says whether weights are casts of masters. ``build`` makes the job on a rank, where torch.distributed
-    is ready. ``pool`` are options of ``pool.spawn_ranks``.
-    """
-
-    framework: str
-    configuration: str
-    ranks: int
-    masters: bool
-    build: Callable[[], Job] = field(compare=False)
-    pool: Mapping[str, Any] = field(default_factory=dict, compare=False)
-
 
 _SEAL_SECS = 20.0
 
@@ -103,7 +51,7 @@ class Attempt:
     watch: bool = False
 
     def rows_of(self, rank: int) -> list[Row]:
-        """What a rank has written."""
+        """The rows that a rank has written."""
         path = self._path(rank)
         # Behind the last end of a line lies nothing, or what a rank had written of a row when it was killed.
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
@@ -119,10 +67,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw: restored iteration, its tensors at the end, and what was watched.
+    """The outcome on one rank: restored iteration, its tensors at the end, and the watched snapshots.
 
     ``off_their_source`` names derived pieces that are no casts right after the restore, ``sealed`` the iterations
-    whose snapshot was in a slot, right, after the fence; ``whole`` those known to be whole on all.
+    whose snapshot was in a slot, right, after the fence; ``committed`` those known to be committed.
     """
 
     start: int
@@ -130,7 +78,7 @@ class Outcome:
     off_their_source: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     sealed: list[int] = field(default_factory=list)
-    whole: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
 
 
 def run(rank: int, world_size: int, adapter: Adapter, attempt: Attempt) -> Outcome:
@@ -152,7 +100,7 @@ def run(rank: int, world_size: int, adapter: Adapter, attempt: Attempt) -> Outco
     checkpointer.close()
     if watcher is None:
         return Outcome(start, hashes, wrong)
-    return Outcome(start, hashes, wrong, watcher.problems, watcher.sealed, watcher.whole)
+    return Outcome(start, hashes, wrong, watcher.problems, watcher.sealed, watcher.committed)
 
 
 def differing(undisturbed: Mapping[str, str], resumed: Mapping[str, str]) -> list[str]:
@@ -167,7 +115,7 @@ def _train(rank: int, job: Job, attempt: Attempt) -> None:
 
 
 class Watcher:
-    """Holds each snapshot against the state at its boundary, when training comes to the fence after it.
+    """Compares each snapshot with the state at its boundary, when training reaches the fence after it.
 
     It stands around ``Checkpointer.fence`` and ``step`` for the rest of this process.
     """
@@ -175,7 +123,7 @@ class Watcher:
     def __init__(self, checkpointer: Checkpointer, described: Description) -> None:
         self.problems: list[str] = []
         self.sealed: list[int] = []
-        self.whole: list[int] = []
+        self.committed: list[int] = []
         self._checkpointer, self._described = checkpointer, described
         self._boundary: tuple[int, list[tuple[Piece, torch.Tensor]]] | None = None
         step, fence = Checkpointer.step, Checkpointer.fence
@@ -195,8 +143,8 @@ class Watcher:
             step(target, iteration)
             if at is not None:
                 self._check_slot(*at)
-            whole = self._checkpointer.committed
-            self.whole.append(whole.iteration if whole is not None else -1)
+            newest = self._checkpointer.committed
+            self.committed.append(newest.iteration if newest is not None else -1)
             copies = [(piece, piece.tensor.clone()) for piece in (*described.stepped, *described.volatile)]
             self._boundary = (iteration, copies)
 
@@ -245,11 +193,11 @@ _TRAINED = 4
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one rank saw. ``untrained`` and ``trained`` are its stepped elements before and after some iterations.
+    """The state of one rank. ``untrained`` and ``trained`` are its stepped elements before and after some iterations.
 
-    ``moved`` names pieces that training gave another address, ``off_their_source`` derived ones that are no
-    casts; ``captured`` are the keys that would be copied, ``captured_if_spoiled`` the same with one element of
-    ``spoiled`` changed on rank 0. ``refusals`` has what ``describe`` says, by what was added to the state.
+    ``moved`` names pieces that training gave another address, ``off_their_source`` derived ones that are no casts;
+    ``captured`` are the keys that would be copied, ``captured_if_spoiled`` the same with one element of ``spoiled``
+    changed on rank 0. ``refusals`` has the errors of ``describe``, by the addition to the state.
     """
 
     problems: list[str]
@@ -332,7 +280,7 @@ def _moved(before: Description, after: Description) -> list[str]:
 
 
 def _refusal_of_state(job: Job) -> str:
-    """What is said of an object ``mystery`` that an optimizer keeps, and that is no tensor and no number."""
+    """The refusal of optimizer state ``mystery``, an object that is no tensor and no number."""
     for optimizer in job.optimizers():
         for state in optimizer.state.values():
             state["mystery"] = object()
@@ -389,7 +337,7 @@ class Suite:
         assert any(changed), "training changed nothing"
 
     def derived(self) -> None:
-        """What is derived is a cast of its source, and only then not captured."""
+        """A derived piece is a cast of its source, and only then not captured."""
         inspections = self._inspections()
         for inspection in inspections:
             assert bool(inspection.derived) <= self._adapter.masters, f"{inspection.derived[:3]} without masters"
@@ -415,11 +363,12 @@ class Suite:
             assert not (problems := problems_of(result.value)), f"rank {rank}: {problems[:3]}"
 
     def snapshot(self) -> None:
-        """Each iteration is sealed after its fence, whole at the next boundary, and as it was at its own."""
+        """Each iteration is sealed after its fence, committed at the next boundary, and as it was at its own."""
         for rank, outcome in enumerate(self._last()):
             assert not outcome.problems, f"rank {rank}: {outcome.problems[:3]}"
             assert outcome.sealed == list(range(outcome.start + 1, UNTIL)), f"rank {rank} sealed {outcome.sealed}"
-            assert outcome.whole == list(range(outcome.start, UNTIL)), f"rank {rank}: whole were {outcome.whole}"
+            expected = list(range(outcome.start, UNTIL))
+            assert outcome.committed == expected, f"rank {rank} committed {outcome.committed}"
 
     def kill_one(self) -> None:
         """A rank that dies in the middle of a batch costs at most the snapshot whose copies ran."""
@@ -434,7 +383,7 @@ class Suite:
         self._expect_death("third", range(self._adapter.ranks), {_ALL - 2, _ALL - 1}, "fourth")
 
     def restore(self) -> None:
-        """The job goes on to the same bits, and leaves nothing behind."""
+        """The job resumes to the same bits, and leaves nothing."""
         reference, last = self._reference(), self._last()
         for rank, (whole, rest) in enumerate(zip(reference, last, strict=True)):
             assert rest.start > 0, f"rank {rank} began anew"
@@ -454,7 +403,7 @@ class Suite:
         self._expect_rows(following, restored, UNTIL if following == "fourth" else None)
 
     def _expect_rows(self, name: str, starts: set[int], end: int | None) -> None:
-        """All ranks of an attempt went on after one of ``starts``, to the bits of the undisturbed run."""
+        """All ranks of an attempt resumed after one of ``starts``, to the bits of the undisturbed run."""
         self._chain()
         begun = set()
         for rank in range(self._adapter.ranks):
@@ -518,7 +467,7 @@ class Suite:
         )  # fmt: skip
 
     def _once(self, name: str, action: Callable[[], T]) -> T:
-        """What ``action`` returns or raises, the first time it is asked for."""
+        """The result or error of ``action``, which runs once."""
         if name not in self._done:
             try:
                 self._done[name] = action()

@@ -1,9 +1,9 @@
-"""A training script that fails as it is told: an example of ``launch/`` with one of its functions wrapped.
+"""A training script that fails by plan: an example of ``launch/`` with one of its functions wrapped.
 
-    torchrun ... -m ftckpt.megatron tests/support/failing.py ARGUMENTS OF launch/train_gpt.py
+    torchrun ... -m ftckpt.megatron tests/promises/training_continues/failing.py ARGUMENTS OF launch/train_gpt.py
 
-FTCKPT_TEST_FAILURES names a directory with a list of failures, one for each attempt of the job. Right before one
-acts it writes down process and time, which tells later attempts, and the test, that it did.
+FTCKPT_TEST_FAILURES names a directory with a list of failures, one for each attempt of the job. Right before one acts
+it records process and time, which later attempts and the test read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "launch")]
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 from tests.support import constants, killing  # noqa: E402
 
@@ -51,8 +52,6 @@ def _fail(how: str) -> None:
         raise torch.OutOfMemoryError(MESSAGE)
     if how == "exit":
         sys.exit(3)
-    if how == "exit at once":
-        os._exit(7)
     if how == "interrupt":
         raise KeyboardInterrupt(MESSAGE)
     os.kill(os.getpid(), signal.Signals[how])
@@ -64,7 +63,6 @@ _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 STAGES: dict[str, tuple[str, bool]] = {
     "data": ("text_data:TextData.next_batch", False),
     "forward": ("train_gpt:forward_step", False),
-    "backward": ("train_gpt:finalize_model_grads", False),
     "after fence": (f"{_OPTIMIZER}.step_with_ready_grads", False),
     "masters written": (f"{_DISTRIBUTED}._copy_main_params_to_model_params", False),
     "weights written": (f"{_OPTIMIZER}.step_with_ready_grads", True),
@@ -127,21 +125,19 @@ def _install(directory: Path, rank: int, number: int, failure: Failure) -> None:
     killing.wrap(place, killing.at_calls(reached, after))
 
 
-def _log_steps(directory: Path, script: str, rank: int, saves: bool) -> None:
-    """When each iteration of this attempt ended; with ``saves`` the snapshot is saved after each."""
+def _save_often(directory: Path) -> None:
+    """Save the snapshot after each iteration from the fourth on."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(job: Any) -> Any:
             metrics = original(job)
-            with (directory / f"steps{rank}").open("a") as out:
-                out.write(json.dumps([time.time(), metrics["iteration"]]) + "\n")
-            if saves and metrics["iteration"] >= 4:
+            if metrics["iteration"] >= 4:
                 job.checkpointer.save_universal(directory / "saved")
             return metrics
 
         return wrapped
 
-    killing.wrap(f"{script}:train_step", wrapper)
+    killing.wrap("train_gpt:train_step", wrapper)
 
 
 def main() -> None:
@@ -151,7 +147,8 @@ def main() -> None:
     module: Any = importlib.import_module(script)
     planned = _due(directory)
     due = planned if planned is not None and planned[1].rank in (rank, ALL) else None
-    _log_steps(directory, script, rank, saves=planned is not None and planned[1].stage == "save")
+    if planned is not None and planned[1].stage == "save":
+        _save_often(directory)
     if due is not None:
         _install(directory, rank, *due)
     cleanup = due[1].cleanup if due is not None else ""

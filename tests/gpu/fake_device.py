@@ -1,6 +1,6 @@
 """A device that does nothing until somebody waits, and then runs queued work in the order a test asks for.
 
-Its clock is logical: it counts the milliseconds that work was said to take, one piece after the other.
+Its clock is logical: it counts the milliseconds that each piece of work declares, one after the other.
 
 While training runs (``train``) it is full of kernels that wait for other ranks' kernels. Whatever may wait for such a
 device, the first use of a kernel and every allocation, is an error then: on a real one it may never return.
@@ -73,7 +73,7 @@ class FakeEvent:
 
 @dataclass
 class Work:
-    """``held`` work is not ready because the device is slow, not because it waits for other work."""
+    """``held``: not ready because the device is slow, not because the work waits for other work."""
 
     run: Callable[[], Any]
     ready: Callable[[], bool]
@@ -146,7 +146,7 @@ class FakeDevice:
         self.capturing = False
         """Whether the training thread's stream is captured into a graph."""
         self.beside_captures: set[str] = set()
-        """Threads that said they have no part in captures."""
+        """Threads that declared that they have no part in captures."""
         self.refuse_pinning = False
         self.pinned: dict[int, int] = {}
         self.unpinned_by: set[str] = set()
@@ -312,7 +312,7 @@ class FakeDevice:
         end: int,
         onto: bool = False,
     ) -> None:
-        """Queued like a copy, of which one follows."""
+        """Queued like a copy; one copy follows."""
         segments = list(segments)
         if not onto:
             self.use([("zero", _kind(target[: end - begin]))])
@@ -353,7 +353,7 @@ class FakeDevice:
 
 
 def pages_present(address: int, nbytes: int) -> list[bool]:
-    """Whether each page in a range of this process's memory is present; the kernel keeps 8 bytes of each."""
+    """Whether each page in a range of this process's memory is present; the kernel has 8 bytes for each."""
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(address // PAGE * 8)
         entries = np.frombuffer(pagemap.read(-(-nbytes // PAGE) * 8), np.uint64)
@@ -367,7 +367,7 @@ def _kind(*operands: torch.Tensor) -> tuple[int, bool]:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, batches: bool = False) -> FakeDevice:
-    """``FakeDevice`` in the place of torch.cuda, registrations of 16 KiB; ``batches``: its calls take many."""
+    """Replaces torch.cuda by ``FakeDevice``, registrations of 16 KiB; ``batches``: its calls take many copies."""
     made = FakeDevice()
     runtime = SimpleNamespace(cudaHostRegister=made.register, cudaHostUnregister=made.unregister)
     replaced = {

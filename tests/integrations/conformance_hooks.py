@@ -11,7 +11,7 @@ from tests.support.plain import Recorder, merged
 from tests.support.processes import in_child
 
 if TYPE_CHECKING:
-    from tests.support.conformance import Adapter
+    from tests.support.adapters import Adapter
 
 _ITERATIONS = 4
 """A loss scale that begins too high skips the first ones, which write nothing."""
@@ -19,7 +19,7 @@ _ITERATIONS = 4
 
 @dataclass(frozen=True)
 class Followed:
-    """Reports on one rank: of ``iterations`` under all fences and under each of two ``alone``, with a word for each
+    """Reports on one rank: of ``iterations`` under all fences and under each of two ``alone``, with an entry for each
     write of an inner optimizer; the ``expected`` places and the number of their lengths; of an evaluation; of an
     iteration after the hooks were ``removed``; and whether hooks are silent in a child."""
 

@@ -136,10 +136,6 @@ class Container:
     def name(self) -> str:
         return str(self.spec["name"])
 
-    @property
-    def is_sidecar(self) -> bool:
-        return self.spec.get("restartPolicy") == "Always"
-
     def start(self) -> None:
         self.starts += 1
         script = self.pod.directory / f"{self.name}.sh"
@@ -251,7 +247,8 @@ class Pod:
     def __init__(self, cluster: Cluster, number: int, spec: Json, hostname: str, env: dict[str, str]) -> None:
         self.cluster, self.spec, self.hostname, self.env = cluster, spec, hostname, env
         self.directory, self.ip = cluster.root / f"pod{number}", f"10.77.0.{number}"
-        self.first = [Container(self, one) for one in spec.get("initContainers", [])]
+        self.sidecars = [Container(self, one) for one in spec["initContainers"]]
+        assert all(one.spec["restartPolicy"] == "Always" for one in self.sidecars), "a kubelet would await their ends"
         self.main = [Container(self, one) for one in spec["containers"]]
         self.volumes: dict[str, Path] = {}
         self.problem = ""
@@ -260,7 +257,7 @@ class Pod:
         self._killed: list[str] = []
 
     def container(self, name: str) -> Container:
-        (found,) = (one for one in (*self.first, *self.main) if one.name == name)
+        (found,) = (one for one in (*self.sidecars, *self.main) if one.name == name)
         return found
 
     def begin(self) -> None:
@@ -305,8 +302,8 @@ class Pod:
 
     def _keep(self) -> None:
         try:
-            for container in self.first:
-                self._start_first(container)
+            for container in self.sidecars:
+                self._start_sidecar(container)
             for container in self.main:
                 container.start()
             while not self._leaving.wait(_POLL_SECS):
@@ -314,12 +311,8 @@ class Pod:
         except Exception as error:  # noqa: BLE001 - told to the test
             self.problem = f"{type(error).__name__}: {error}"
 
-    def _start_first(self, container: Container) -> None:
+    def _start_sidecar(self, container: Container) -> None:
         container.start()
-        if not container.is_sidecar:
-            until(lambda: container.ended() is not None, container.name, 60)
-            assert container.process is not None and container.process.returncode == 0
-            return
         probe = container.spec["startupProbe"]
         for _ in range(probe["failureThreshold"]):
             if self._leaving.wait(probe["periodSeconds"]) or container.probe("startupProbe"):
@@ -327,9 +320,9 @@ class Pod:
         raise AssertionError(f"{container.name} does not start")
 
     def _look(self) -> None:
-        for container in (*self.first, *self.main):
+        for container in (*self.sidecars, *self.main):
             code = container.ended()
-            restarts = container.is_sidecar or (code and container in self.main)
+            restarts = code or container in self.sidecars
             if code is not None and restarts and not self._leaving.wait(_BACK_OFF_SECS):
                 container.start()
         if all(container.ended() == 0 for container in self.main):
@@ -354,8 +347,8 @@ class Pod:
         return self._killed
 
     def _end_sidecars(self, deadline: float) -> None:
-        for container in reversed(self.first):
-            if container.is_sidecar and not container.stop(deadline):
+        for container in reversed(self.sidecars):
+            if not container.stop(deadline):
                 self._killed.append(container.name)
 
     def kill(self) -> None:
@@ -364,7 +357,7 @@ class Pod:
         with suppress(ProcessLookupError):
             os.kill(self.pause, signal.SIGKILL)
         self._kubelet.join(60)
-        for container in (*self.first, *self.main):
+        for container in (*self.sidecars, *self.main):
             container.kill()
         self._unshare.wait(20)
 

@@ -15,14 +15,14 @@ import torch
 from ftckpt.capture import capture as capture_module
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.chunks import ChunkCopy, Segment
-from ftckpt.capture.copier import Flight, TellCopying, tell_nobody
+from ftckpt.capture.copier import Flight
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.memory.control_block import SlotState
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.schedule.bubbles import Always, Bubbles, Turn, WindowPlan
 from ftckpt.schedule.clock import DeviceClock, Moment
 from ftckpt.schedule.iteration import IterationForecast
-from tests.support.fake_device import PAGE, SECS, FakeDevice
+from tests.gpu.fake_device import PAGE, SECS, FakeDevice
 
 CPU = torch.device("cpu")
 
@@ -115,14 +115,9 @@ class Blocked(Always):
 
 
 @contextmanager
-def prepared(
-    slots: Sequence[torch.Tensor],
-    device: torch.device,
-    own_stream: bool = True,
-    tell_copying: TellCopying = tell_nobody,
-) -> Iterator[DeviceCopier]:
+def prepared(slots: Sequence[torch.Tensor], device: torch.device, own_stream: bool = True) -> Iterator[DeviceCopier]:
     """A copier whose registration is through, one way or the other."""
-    copier = DeviceCopier(DeviceClock(device), own_stream, tell_copying=tell_copying)
+    copier = DeviceCopier(DeviceClock(device), own_stream)
     copier.prepare(slots)
     assert copier.pin_now(SECS)
     try:
@@ -151,7 +146,7 @@ def started(
     slot: torch.Tensor,
     windows: Any = None,
 ) -> Landings:
-    """A flight of these copies, which has begun; without ``windows`` none waits for its turn."""
+    """Starts a flight of these copies; without ``windows`` none waits for its turn."""
     seen = Landings(copies, slot)
     copier.start(tensors, seen.flight, windows or Always())
     return seen
@@ -161,30 +156,30 @@ SNAPSHOT = SnapshotId(b"l" * 16, 7)
 
 
 class Control:
-    """The control block's part in a capture: what was told of its one slot, in order."""
+    """The control block of a capture: its calls for the one slot, in order."""
 
     slots = 1
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.state = SlotState.EMPTY
 
     def snapshot(self, _slot: int) -> SnapshotId | None:
         return SNAPSHOT if self.state == SlotState.SEALED else None
 
     def begin(self, _slot: int) -> None:
-        self._tell("begin", SlotState.WRITING)
+        self._record("begin", SlotState.WRITING)
 
     def set_objects(self, _slot: int, nbytes: int, digest: int) -> None: ...
 
     def seal(self, _slot: int, _snapshot: SnapshotId, hashed: bool) -> None:
-        self._tell("seal", SlotState.SEALED)
+        self._record("seal", SlotState.SEALED)
 
     def void(self, _slot: int) -> None:
-        self._tell("void", SlotState.EMPTY)
+        self._record("void", SlotState.EMPTY)
 
-    def _tell(self, what: str, state: SlotState) -> None:
-        self.told.append(what)
+    def _record(self, what: str, state: SlotState) -> None:
+        self.calls.append(what)
         self.state = state
 
 
@@ -233,7 +228,7 @@ class DeviceSnapshots:
         self.capture.begin(SNAPSHOT, (), {})
 
     def take(self) -> None:
-        """One snapshot, whole and sealed, with an optimizer's step behind its fence."""
+        """One sealed snapshot, with an optimizer's step after its fence."""
         self.boundary = [tensor.clone() for tensor in self.tensors]
         self.begin()
         self.capture.fence(SECS)
@@ -241,7 +236,7 @@ class DeviceSnapshots:
             FakeDevice.now.compute.enqueue(lambda tensor=tensor: tensor.add_(1))
         self.capture.settle(SECS)
         FakeDevice.now.compute.synchronize()
-        assert self.control.told[-1] == "seal"
+        assert self.control.calls[-1] == "seal"
         self.assert_boundary()
 
     def assert_boundary(self) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import socket
@@ -222,10 +221,7 @@ _MODEL = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8
 
 
 class SlurmJob:
-    """Two ranks on each of two nodes that train until they are stopped; storage gets what the end brings there alone.
-
-    Without a script all four ranks are under one torchrun in a step of a batch script that has nothing else.
-    """
+    """Two ranks on each of two nodes that train until they are stopped; storage gets the final flush alone."""
 
     NAME = "life"
 
@@ -249,11 +245,7 @@ class SlurmJob:
         training = ["launch/train_gpt.py", *_MODEL, "--iterations", "1000000", "--log-file", str(self.log)]
         training = [*training, "--ftckpt", *flags]
         command = [f"launch/{script}", "--nodes", "1:2", "--nproc", "2", "--job", self.NAME, *training]
-        if not script:
-            step = shlex.join(["srun", "bash", "launch/torchrun.sh", "--nproc", "4", "--job", self.NAME, *training])
-            command = ["--wrap", f"{step}; sleep 600"]
-        nodes = "--nodes=2" if script else "--nodes=1"
-        self.number = lab.submit([nodes, *options], command, ROOT, env)
+        self.number = lab.submit(["--nodes=2", *options], command, ROOT, env)
         self._read = 0
 
     @property
@@ -287,7 +279,7 @@ class SlurmJob:
     def trains_beyond(self, iteration: int) -> None:
         until(lambda: self.iteration >= iteration, self.lab.logs, 120)
 
-    def says(self, text: str, within_secs: float = 120) -> re.Match[str]:
+    def says(self, text: str) -> re.Match[str]:
         """Wait for output that matches ``text`` and comes after the last match."""
         found: re.Match[str] | None = None
 
@@ -296,7 +288,7 @@ class SlurmJob:
             found = re.search(text, self.lab.out()[self._read :])
             return found is not None
 
-        until(look, lambda: f"{text}{self.lab.logs()}", within_secs)
+        until(look, lambda: f"{text}{self.lab.logs()}", 120)
         assert found is not None
         self._read += found.end()
         return found

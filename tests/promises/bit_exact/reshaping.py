@@ -17,9 +17,10 @@ from ftckpt.config import Config
 from ftckpt.frameworks.tensors import flat, fragments
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
-from tests.support.ds_jobs import BASE, BF16, fp16, zero
+from tests.support import adapters
+from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.elements import positions
-from tests.support.jobs import TINY
+from tests.support.megatron_models import known
 
 ITERATION = 3
 STEP = 5.0
@@ -38,56 +39,53 @@ MEGATRON: dict[str, str] = {
 optimizer."""
 ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 FUSED = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-"""What DeepSpeed compiles, which takes minutes: it counts its steps in numbers of Python's."""
-DEEPSPEED: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "fp32-dp2": (2, "", {}),
-    "fp32-dp4": (4, "", {}),
-    "fp32-zero1-dp2": (2, "", zero(1)),
-    "fp32-zero3-dp4": (4, "", zero(3, stage3_param_persistence_threshold=100)),
-    "fp16-dp2": (2, "", fp16(8)),
-    "fp16-zero2-dp3": (3, "", fp16(8) | zero(2)),
-    "zero1-dp2": (2, "", BF16 | zero(1)),
-    "zero1-dp3": (3, "", BF16 | zero(1)),
-    "zero2-dp4": (4, "", BF16 | zero(2)),
-    "zero2-offload-dp2": (2, "", BF16 | zero(2, offload_optimizer={"device": "cpu"})),
-    "zero3-dp1": (1, "", BF16 | zero(3)),
-    "zero3-dp4": (4, "", BF16 | zero(3, stage3_param_persistence_threshold=100)),
-    "bf16-optimizer-dp2": (2, "", BF16 | zero(1) | ACCUMULATION),
-    "zero3-tp2-dp2": (4, "--tp 2", BF16 | zero(3)),
-    "zero1-tp2-dp1": (2, "--tp 2", BF16 | zero(1)),
-    "pp2-dp2": (4, "--pp 2", BF16 | zero(1)),
-    "pp1-dp2": (2, "--pp 1", BF16 | zero(1)),
-    "pp4-dp1": (4, "--pp 4", BF16),
-    "pp2-tp2": (4, "--pp 2 --tp 2", BF16 | zero(1)),
-    "ep2": (2, "--num-experts 4 --ep 2", BF16 | zero(1)),
-    "ep1": (2, "--num-experts 4", BF16 | zero(2)),
-    "ep4": (4, "--num-experts 4 --ep 4", BF16),
-    "fused-zero1-dp2": (2, "", BF16 | zero(1) | FUSED),
-    "cpu-adam-zero3-dp4": (4, "", BF16 | zero(3, offload_optimizer={"device": "cpu"}, sub_group_size=500) | FUSED),
+"""An optimizer that DeepSpeed compiles, which takes minutes: it counts its steps in Python's numbers."""
+DEEPSPEED = {
+    "fp32-dp2": Shape(2),
+    "fp32-dp4": Shape(4),
+    "fp32-zero1-dp2": Shape(2, config=zero(1)),
+    "fp32-zero3-dp4": Shape(4, config=zero(3, stage3_param_persistence_threshold=100)),
+    "fp16-dp2": Shape(2, config=fp16(8)),
+    "fp16-zero2-dp3": Shape(3, config=fp16(8) | zero(2)),
+    "zero1-dp2": Shape(2, config=BF16 | zero(1)),
+    "zero1-dp3": Shape(3, config=BF16 | zero(1)),
+    "zero2-dp4": Shape(4, config=BF16 | zero(2)),
+    "zero2-offload-dp2": Shape(2, config=BF16 | zero(2, offload_optimizer={"device": "cpu"})),
+    "zero3-dp1": Shape(1, config=BF16 | zero(3)),
+    "zero3-dp4": Shape(4, config=BF16 | zero(3, stage3_param_persistence_threshold=100)),
+    "bf16-optimizer-dp2": Shape(2, config=BF16 | zero(1) | ACCUMULATION),
+    "zero3-tp2-dp2": Shape(4, ["--tp", "2"], BF16 | zero(3)),
+    "zero1-tp2-dp1": Shape(2, ["--tp", "2"], BF16 | zero(1)),
+    "pp2-dp2": Shape(4, ["--pp", "2"], BF16 | zero(1)),
+    "pp1-dp2": Shape(2, ["--pp", "1"], BF16 | zero(1)),
+    "pp4-dp1": Shape(4, ["--pp", "4"], BF16),
+    "pp2-tp2": Shape(4, ["--pp", "2", "--tp", "2"], BF16 | zero(1)),
+    "ep2": Shape(2, ["--num-experts", "4", "--ep", "2"], BF16 | zero(1)),
+    "ep1": Shape(2, ["--num-experts", "4"], BF16 | zero(2)),
+    "ep4": Shape(4, ["--num-experts", "4", "--ep", "4"], BF16),
+    "fused-zero1-dp2": Shape(2, config=BF16 | zero(1) | FUSED),
+    "cpu-adam-zero3-dp4": Shape(
+        4, config=BF16 | zero(3, offload_optimizer={"device": "cpu"}, sub_group_size=500) | FUSED
+    ),
 }
-"""Ranks, arguments of train_deepspeed, and its configuration. Any other layout is one of plain torch: how the model
-is divided, and the number of ranks."""
+"""Any other layout is one of plain torch: how the model is divided, and the number of ranks."""
 
 
 def ranks_of(layout: str) -> int:
     """The number of ranks of a layout."""
     if layout in DEEPSPEED:
-        return DEEPSPEED[layout][0]
+        return DEEPSPEED[layout].ranks
     sizes = {axis: int(size) for axis, size in re.findall(r"([a-z]*)(\d+)", layout.rpartition("/")[2])}
     return int(np.prod([size for axis, size in sizes.items() if axis not in ("vpp", "ep")]))
 
 
 def expected(fragment: Fragment) -> npt.NDArray[np.float32]:
-    """What the elements of a fragment are: numbers in [2**-4, 2**-3) that key and place alone decide."""
+    """The values of a fragment's elements: numbers from 1/16 to 1/8 that key and place alone determine."""
     role, _, key = fragment.key.partition("/")
     if role == "step":
         return np.full(fragment.numel, STEP, np.float32)
     role = "master" if role == "weight" else role  # weights are casts of masters
-    seed = np.uint64(int.from_bytes(f"{role}/{key}".encode()[-48:], "little") % (1 << 61))
-    words = (positions(fragment).astype(np.uint64) + seed) * np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    mantissa = (words >> np.uint64(41)).astype(np.uint32)
-    return (mantissa | np.uint32(123 << 23)).view(np.float32)
+    return (3 / 32 + known(f"{role}/{key}", positions(fragment)) / 32).astype(np.float32)
 
 
 def fill(described: Any) -> None:
@@ -128,7 +126,7 @@ def job_of(layout: str, settings: dict[str, Any], purpose: str, argv: str = "") 
     return kind(layout, {"enabled": True, "protect": "none", **settings}, purpose, argv.split())
 
 
-class MegatronJob:
+class MegatronJob(adapters.MegatronJob):
     """The example job of launch/train_gpt.py."""
 
     noise = 5e-3
@@ -137,7 +135,6 @@ class MegatronJob:
     def __init__(self, layout: str, settings: dict[str, Any], purpose: str, argv: list[str]) -> None:
         import train_gpt
 
-        import ftckpt.megatron
         from ftckpt.megatron.state import save_rng
 
         if purpose == "train":
@@ -146,34 +143,26 @@ class MegatronJob:
         model, _, sizes = layout.partition("/")
         words = [f"--{axis}={n}" for axis, n in re.findall(r"([a-z]+)(\d+)", sizes) if axis != "dp"]
         words += ["--no-distributed-optimizer"] * sizes.endswith("z")
-        words += ["--iterations", "99", "--seed", "4321" if purpose == "arrive" else "1234"]
-        args = train_gpt.parse_args([*TINY, *MEGATRON[model].split(), *words, *argv])
-        self.job = job = train_gpt.build(args)
-        self._step = train_gpt.train_step
+        words += ["--seed", "4321" if purpose == "arrive" else "1234"]
+        super().__init__([*MEGATRON[model].split(), *words, *argv])
         if purpose == "leave":
             fill(self.describe())
         if purpose == "arrive":
-            job.scheduler.num_steps = 8  # of a script that has advanced it
+            self.job.scheduler.num_steps = 8  # of a script that has advanced it
         self._seeded = save_rng()
-        config = Config(interval=1, **settings)
-        job.checkpointer = ftckpt.megatron.attach(
-            job.model, job.optimizer, job.scheduler, {"data": job.data, "progress": job.progress}, config=config
-        )
-        self.start = job.checkpointer.restore()
+        self.attach(Config(interval=1, **settings))
+        self.start = self.iteration or None
         self._restored = save_rng()
-        job.iteration = self.start or 0
 
     @staticmethod
     def rows(layout: str) -> int:
-        """Of the vocabulary, with its padding."""
+        """The rows of the vocabulary, with its padding."""
         found = re.search(r"tp(\d+)", layout)
         multiple = 8 * (int(found[1]) if found else 1)
         return -(-VOCABULARY // multiple) * multiple
 
     def describe(self) -> Any:
-        from ftckpt.megatron.state import MegatronState
-
-        return MegatronState(self.job.model, self.job.optimizer, self.job.scheduler, {}).describe()
+        return self.state().describe()
 
     def snapshot(self) -> None:
         """As if it had trained."""
@@ -209,7 +198,7 @@ class MegatronJob:
         return problems + differing(found, wanted), compared
 
     def _wrong_parameters(self, rows: int) -> list[str]:
-        """Whole parameters of the model that differ, among them those that other ranks own and gathered."""
+        """Full parameters of the model that differ, among them those that other ranks own and gathered."""
         from megatron.core.utils import unwrap_model
 
         from ftckpt.megatron.geometry import place_tensors
@@ -233,59 +222,42 @@ class MegatronJob:
 
     def train(self) -> float | None:
         """One iteration more, with a snapshot; the loss, of the last stage."""
-        loss: float | None = self._step(self.job)["loss"]
-        self.job.checkpointer.step(self.job.iteration)
-        return loss
-
-    @property
-    def iteration(self) -> int:
-        return int(self.job.iteration)
+        return self.train_iteration()[0]
 
     def close(self, remove: bool) -> None:
         self.job.checkpointer.close(remove=remove)
 
 
 def _digests(generators: dict[str, Any]) -> dict[str, int]:
-    """By the names of generators, of the state of each but torch's own: the stand-in for a device draws from that."""
+    """Digests of generators by name, except torch's own: the stand-in for a device draws from that."""
     states = {**generators, **generators["tracker"]}
     del states["torch"], states["tracker"]
     return {name: xxhash.xxh3_64_intdigest(objects.encode({"": state})) for name, state in states.items()}
 
 
-class DeepSpeedJob:
+class DeepSpeedJob(adapters.DeepSpeedJob):
     """The example job of launch/train_deepspeed.py, restored as soon as it is made."""
 
     noise = 1e-4
     """Relative; products of fp32 numbers are summed in another order."""
 
     def __init__(self, layout: str, settings: dict[str, Any], purpose: str, argv: list[str]) -> None:
-        from tests.support.standin import deepspeed as standin
-
-        standin.install()
-        import train_deepspeed
-
-        import ftckpt.deepspeed  # noqa: F401 - before the script registers its data
-
-        _, sizes, of_layout = DEEPSPEED[layout]
-        small = "--layers 4 --hidden 16 --heads 4 --seq 16 --iterations 99 --dropout 0"
-        args = train_deepspeed.parse_args([*small.split(), *sizes.split(), *argv])
+        shape = DEEPSPEED[layout]
         purposes: dict[str, dict[str, Any]] = {
             "leave": {"gradient_accumulation_steps": 2},
             "arrive": {"gradient_accumulation_steps": 1},
             "train": {"train_batch_size": 8, "gradient_accumulation_steps": "none", "bf16": "none"},
         }
-        whole = {**BASE, **of_layout, **purposes[purpose], "ftckpt": settings}
-        self.job = train_deepspeed.build(args, {name: value for name, value in whole.items() if value != "none"})
+        small = "--layers 4 --hidden 16 --heads 4 --seq 16 --dropout 0"
+        config = {**shape.config, **purposes[purpose], "ftckpt": settings}
+        super().__init__(Shape(shape.ranks, [*small.split(), *shape.argv, *argv], config))
         self.engine = self.job.engine
-        self.start = self.engine.global_steps or None
-        self._step = train_deepspeed.train_step
+        self.start = self.iteration or None
         if purpose == "leave":
             fill(self.describe())
 
     def describe(self) -> Any:
-        from ftckpt.deepspeed.state import DeepSpeedState
-
-        return DeepSpeedState(self.engine, {}).describe()
+        return self.state().describe()
 
     def snapshot(self) -> None:
         """As if it had trained."""
@@ -324,13 +296,9 @@ class DeepSpeedJob:
         }
         return problems + differing(found, wanted), compared
 
-    def train(self) -> float:
+    def train(self) -> float | None:
         """One iteration more, with a snapshot."""
-        return float(self._step(self.job)["loss"])
-
-    @property
-    def iteration(self) -> int:
-        return int(self.engine.global_steps)
+        return self.train_iteration()[0]
 
     def close(self, remove: bool) -> None:
         from ftckpt.deepspeed.active_engine import door
@@ -342,7 +310,7 @@ class DeepSpeedJob:
 
 
 class PlainJob:
-    """A model of a user's own, wrapped as ``layout`` says."""
+    """A model of a user's own, wrapped as ``layout`` requests."""
 
     def __init__(self, layout: str, settings: dict[str, Any], purpose: str, argv: list[str]) -> None:
         from torch.distributed.device_mesh import init_device_mesh

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.support.fake_device import PAGE
+from tests.gpu.fake_device import PAGE
 
 # Asked while tests are collected: later the CPU stand-in may answer for torch.cuda.
 HAS_DEVICE = bool(torch.version.cuda or torch.version.hip) and torch.cuda.device_count() > 0
@@ -37,7 +37,7 @@ def state(device: torch.device) -> list[torch.Tensor]:
 def host_pages(slot: torch.Tensor) -> int:
     """The driver's answer to registering the slot's first page: 0, or an error; undone at once.
 
-    On a thread of its own, whose last error nobody else is told of.
+    On a thread of its own: CUDA reports the last error to its thread alone.
     """
 
     def ask() -> int:
