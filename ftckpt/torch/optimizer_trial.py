@@ -26,7 +26,7 @@ from ftckpt.torch.geometry import local
 Path = tuple[Hashable, ...]
 """The keys and indices that lead to a value in nested dicts, lists and tuples."""
 
-_MAX_STEPS = 256
+_MIN_STEPS, _MAX_STEPS = 4, 256
 _MAX_DEPTH = 6
 """Nesting of attributes below which changes go unnoticed."""
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -99,7 +99,7 @@ class _Trial:
                     f"optimizer {kind} is not supported: its step changes its attribute {changed[0]}, and only its "
                     "state and parameter groups are saved"
                 )
-            if now == before:
+            if now == before and self._num_steps >= _MIN_STEPS:
                 break
             before, attributes = now, attributes_now
         else:
