@@ -24,7 +24,7 @@ from ftckpt.torch.state import PlainState
 from tests.promises.complete.test_node_loss import reference
 from tests.support.errors import message_of
 from tests.support.launching import Nodes
-from tests.support.optimizers import Averaging, Counting, Whitened
+from tests.support.optimizers import Averaging, Counting, Early, Whitened
 from tests.support.pool import run_ranks
 from tests.support.repository import ROOT
 from tests.support.resuming import HALF, Parts, attach, resumed, simple
@@ -80,7 +80,6 @@ OF_OTHERS = {
         "Ranger",
         "AdEMAMix",
         "GrokFastAdamW",
-        "SophiaH",
         "Kron",
     ),
 }
@@ -177,6 +176,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "growth": said(partial(Whitened, twist=grow)),
         "alias": said(partial(Whitened, twist=alias)),
         "fails": said(partial(Whitened, twist=refuse)),
+        "closure": said(Early),
         "wrapper": said(lambda parameters: Averaging(optim.AdamW(parameters))),
     }
 
@@ -186,6 +186,7 @@ REFUSED = {
     "growth": ("Whitened", "grows"),
     "alias": ("Whitened", "again", "factors.0"),
     "fails": ("Whitened", "ValueError"),
+    "closure": ("Early", "closure"),
     "wrapper": ("Averaging", "AdamW"),
 }
 
