@@ -21,10 +21,10 @@ import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, FtckptError, MismatchError
 from ftckpt.torch.state import PlainState
+from tests.integrations.third_party_optimizers import Averaging, Counting, Early, Whitened
 from tests.promises.complete.test_node_loss import reference
 from tests.support.errors import message_of
 from tests.support.launching import Nodes
-from tests.support.optimizers import Averaging, Counting, Early, Whitened
 from tests.support.pool import run_ranks
 from tests.support.repository import ROOT
 from tests.support.resuming import HALF, Parts, attach, resumed, simple
@@ -290,7 +290,7 @@ def test_another_layout_has_the_same_state_or_refuses_that_of_shards_by_name(
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("optimizer", ["torch.optim.RMSprop", "tests.support.optimizers.Whitened"])
+@pytest.mark.parametrize("optimizer", ["torch.optim.RMSprop", "tests.integrations.third_party_optimizers.Whitened"])
 def test_a_killed_rank_has_its_optimizer_back(optimizer: str, tmp_path: Path, arena_root: Path) -> None:
     arguments = ("--wrap", "ddp", "--layers", "1", "--hidden", "32", "--seq", "32", "--global-batch", "8",
                  "--micro-batch", "1", "--optimizer", optimizer)  # fmt: skip
