@@ -44,7 +44,10 @@ class Autoencoder(lightning.LightningModule):
     def __init__(self, out: Path, shards: bool) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(2 * WIDTH, WIDTH)
+            torch.nn.Linear(WIDTH, 2 * WIDTH),
+            torch.nn.Dropout(0.2),
+            torch.nn.ReLU(),
+            torch.nn.Linear(2 * WIDTH, WIDTH),
         )
         self.out, self.shards = out, shards
 
@@ -55,7 +58,13 @@ class Autoencoder(lightning.LightningModule):
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
         loss = torch.nn.functional.mse_loss(self.layers(batch), batch)
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        line = {"epoch": self.current_epoch, "batch": number, "step": self.global_step, "lr": rate, "loss": loss.item()}
+        line = {
+            "epoch": self.current_epoch,
+            "batch": number,
+            "step": self.global_step,
+            "lr": rate,
+            "loss": loss.item(),
+        }
         if self.global_rank == 0:
             print(json.dumps(line), flush=True)
         return loss
@@ -95,7 +104,9 @@ def main(argv: Sequence[str]) -> None:
         **dict.fromkeys(["enable_progress_bar", "enable_checkpointing", "logger"], False),
     )
     ftckpt.lightning.attach(trainer, config)  # ftckpt: 3
-    loaders = [torch.utils.data.DataLoader(NoisySamples(), batch_size=2, shuffle=shuffle) for shuffle in (True, False)]
+    loaders = [
+        torch.utils.data.DataLoader(NoisySamples(), batch_size=2, shuffle=shuffle) for shuffle in (True, False)
+    ]
     trainer.fit(model, *loaders)
     write_result(trainer, model, args.out)
     dist.destroy_process_group()

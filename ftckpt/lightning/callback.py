@@ -87,7 +87,11 @@ class FtckptCallback(lightning.Callback):  # type: ignore[misc]
         objects = {f"scheduler {number}": one for number, one in enumerate(schedulers) if number}
         objects |= {"trainer": self._progress, "precision": trainer.precision_plugin}
         self._checkpointer = ftckpt.torch.attach(
-            trainer.strategy.model, trainer.optimizers[0], schedulers[0] if schedulers else None, objects, self._config
+            trainer.strategy.model,
+            trainer.optimizers[0],
+            schedulers[0] if schedulers else None,
+            objects,
+            self._config,
         )
         self._checkpointer.restore(newer_than=trainer.global_step or -1)
         self._last_step = trainer.global_step

@@ -38,7 +38,9 @@ def attach(trainer: Any, config: Config | None) -> None:
     if len(trainer.model_parts) != 1:
         raise UnsupportedError("parallelism.pipeline_parallel_degree: ftckpt does not restore pipelines; set it to 1")
     if (number := len(trainer.optimizers)) != 1:
-        raise UnsupportedError(f"optimizer.param_groups: {number} optimizers, and ftckpt restores one; name one in all")
+        raise UnsupportedError(
+            f"optimizer.param_groups: {number} optimizers, and ftckpt restores one; name one in all"
+        )
     _follow(trainer, config)
 
 

@@ -30,7 +30,17 @@ def install(name: str, releases: Sequence[str]) -> Path:
     folder = Path(os.environ.get("FTCKPT_RELEASES", tempfile.gettempdir() + "/ftckpt-releases")).resolve() / name
     if not folder.exists():
         partial = folder.with_name(f".{name}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial), *releases]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(partial),
+            *releases,
+        ]
         run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         if run.returncode:
             pytest.skip(f"{name} cannot be installed here: {run.stderr[-300:]}")
