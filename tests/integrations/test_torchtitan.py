@@ -18,8 +18,8 @@ RELEASES = (
     "tyro==1.0.17", "docstring-parser==0.18.0", "typeguard==4.6.1", "spmd_types==0.2.3", "tensorboard==2.21.0",
     "absl-py==2.5.1", "protobuf==7.36.2", "grpcio==1.85.3", "markdown==3.11.3", "werkzeug==3.1.9", "pyarrow==26.0.1",
     "pandas==3.1.1", "dill==0.4.0", "multiprocess==0.70.16", "huggingface_hub==1.31.0", "pytz==2026.6",
-    "aiohttp==3.14.5", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0", "anyio==4.16.0", "sniffio==1.3.1", "hf_xet==1.8.0",
-    "triton==3.9.0",
+    "aiohttp==3.14.5", "httpx==0.28.1", "httpcore==1.0.9", "h11==0.16.0", "anyio==4.16.0", "sniffio==1.3.1",
+    "hf_xet==1.8.0", "triton==3.9.0",
 )  # fmt: skip
 LINE = re.compile(r'^\{"step".*\}$', re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Trains a tiny llama with the Trainer of torchtitan on CPUs, which torchtitan itself does not support: FSDP2, gloo."""
+"""Trains a tiny llama with the Trainer of torchtitan under FSDP2, on CPUs, which torchtitan does not support."""
 
 from __future__ import annotations
 
