@@ -45,27 +45,31 @@ utils.set_pg_timeouts = lambda **_: None  # has a barrier of devices
 NUM_TOKENS, LENGTH, BATCH, NUM_STEPS = 64, 16, 2, 60
 
 
-class Tokens(dataloader.BaseDataLoader):
+class Tokens(torch.utils.data.IterableDataset[Any]):
     """Random tokens, from a generator."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(dataloader.BaseDataLoader.Config):
-        pass
-
-    def __init__(self, config: Any, *, dp_rank: int, **_: Any) -> None:
-        self._generator = torch.Generator().manual_seed(dp_rank)
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            tokens = torch.randint(0, NUM_TOKENS, (BATCH, LENGTH + 1), generator=self._generator)
-            positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-            yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, tokens[:, 1:].contiguous()
+            tokens = torch.randint(0, NUM_TOKENS, (LENGTH + 1,), generator=self._generator)
+            yield {"input": tokens[:-1], "positions": torch.arange(LENGTH)}, tokens[1:]
 
     def state_dict(self) -> dict[str, Any]:
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+
+
+class Loader(dataloader.ParallelAwareDataloader):
+    @dataclass(kw_only=True, slots=True)
+    class Config(dataloader.ParallelAwareDataloader.Config):
+        pass
+
+    def __init__(self, config: Any, *, dp_rank: int, dp_world_size: int, **_: Any) -> None:
+        super().__init__(Tokens(dp_rank), dp_rank, dp_world_size, batch_size=BATCH)
 
 
 class NoTokenizer(tokenizer.BaseTokenizer):
@@ -89,7 +93,7 @@ class NoTokenizer(tokenizer.BaseTokenizer):
 def main(argv: Sequence[str]) -> None:
     config, (out,) = Config.from_flags(argv)
     titan = llama3_debugmodel()
-    titan.dump_folder, titan.dataloader, titan.tokenizer = out, Tokens.Config(), NoTokenizer.Config()
+    titan.dump_folder, titan.dataloader, titan.tokenizer = out, Loader.Config(), NoTokenizer.Config()
     titan.optimizer.implementation = "for-loop"
     training = titan.training
     training.local_batch_size, training.seq_len, training.steps = BATCH, LENGTH, NUM_STEPS
