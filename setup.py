@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel carries launch scripts, configurations and patches inside the package."""
+"""What pyproject.toml cannot say: the wheel carries launch scripts and configurations inside the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("launch", "configs", "patches")
+SHIPPED = ("launch", "configs")
 LEFT_OUT = ("__pycache__", "demo*", "test.sh", "environment.sh", "constraints.txt", "Containerfile")
 """What only a checkout can run."""
 

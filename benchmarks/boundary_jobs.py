@@ -6,6 +6,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.jobs import DeepSpeedJob, MegatronJob, PlainJob, TrainingJob
 
+_version = attrgetter("_version")
 WARM_UP = 8
 """Snapshots that do not count: those with the first verifications."""
 SIZE = ("--hidden", "8", "--heads", "2", "--seq", "8")
@@ -88,7 +90,11 @@ def _build(case: Case) -> TrainingJob:
 
 
 def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any], counted: int) -> dict[str, Any]:
-    """Iterations that warm up, and ``counted`` ones: milliseconds of each in boundary, fence and vote."""
+    """Iterations that warm up, and ``counted`` ones: milliseconds of each in boundary, fence and vote.
+
+    ``look_ms``: the processor time of one read of every piece's version counter, after as many iterations that do not
+    count: a unit that grows with the load of the machine as the boundary does.
+    """
     from ftckpt.config import Config
     from ftckpt.session.checkpointer import Checkpointer
     from ftckpt.session.snapshot_driver import SnapshotDriver
@@ -99,21 +105,31 @@ def measure(rank: int, world_size: int, case: Case, settings: Mapping[str, Any],
     job = _build(case)
     checkpointer = job.start(Config(**settings))
     described = checkpointer.training_state.describe()
+    pieces = (*described.stepped, *described.volatile)
+    tensors = [piece.tensor for piece in pieces]
     meter.take()
-    spent = []
-    for _ in range(WARM_UP + counted):
+    spent, looks = [], []
+    for number in range(WARM_UP + 2 * counted):
         job.train()
+        looked = number >= WARM_UP and number % 2 == 0
+        if looked:  # before the boundary, which brings the tensors into the caches
+            begin = time.thread_time()
+            [*map(_version, tensors)]
+            looks.append((time.thread_time() - begin) * 1e3)
         if job.calls_step:
             checkpointer.step(job.iteration)
-        spent.append(meter.take())
+        if looked:
+            meter.take()
+        else:
+            spent.append(meter.take())
     dist.barrier()
     checkpointer.close(remove=False)  # for ``resume``
-    pieces = (*described.stepped, *described.volatile)
     return {
         "pieces": len(pieces),
         "bytes": sum(piece.fragment.nbytes for piece in pieces),
         "cpu_ms": [cpu for cpu, _ in spent],
         "wall_ms": [wall for _, wall in spent],
+        "look_ms": looks,
     }
 
 

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from ftckpt.errors import FtckptError
-from ftckpt.memory.arena import CONTROL_NAME, Arena
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import CONTROL_NAME
 from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.lineage_file import read_lineage
 from ftckpt.memory.package import mirror_dir

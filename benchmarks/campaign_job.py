@@ -137,6 +137,9 @@ class KnownState:
         self.iteration = objects["iteration"]
         assert objects["note"] == f"rank {self.rank} at {self.iteration}"
 
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        """See TrainingState."""
+
     def load_reshaped(self, objects: Any, iteration: int) -> None:
         """See TrainingState."""
         raise UnsupportedError("this job keeps its layout")

@@ -3,9 +3,8 @@
     python benchmarks/load.py --json FILE
 
 The same job on both sides, its tensors allocated; a load ends when the bytes are in them. Peers save and convert
-before. ``disk``: files out of the page cache, which is checked. ``nfs``: the same, and a cgroup limits the
-rate at which all ranks together read from that disk. Each side loads once in each process, and ftckpt verifies every
-byte; free memory is touched before, see ``load_jobs``.
+before. ``disk``: files out of the page cache, which is checked. Each side loads once in each process, and ftckpt
+verifies every byte; free memory is touched before, see ``load_jobs``.
 
 The exit code is 1 if a goal is missed, with a line for each.
 """
@@ -17,49 +16,44 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import load_jobs, slow_storage
+from benchmarks import load_jobs
 from benchmarks.common import conclude, environment, parser_of, print_table, scratch, turns, write_json
 from benchmarks.load_jobs import FRAMEWORKS, Case, Place
 from ftckpt.memory.directory import clean_job, end_smp, job_node_path, list_arenas
 from tests.support.pool import run_ranks
 
-LAYOUTS = ("same", "other")
+LAYOUTS, SOURCES = ("same", "other"), ("memory", "parity", "disk")
 TIMEOUT_SECS = 240.0
 END_SECS = 20.0
-MIN_RATIO = 12.0
-"""A restart from the slow storage / one from memory."""
 
 Row = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Layers and width of the model; MB/s of the slow storage; repeats."""
+    """Layers and width of the model; repeats."""
 
     layers: int
     hidden: int
-    nfs_mb: float
     repeats: int
 
 
-FULL = Sizes(4, 1024, 200.0, 5)
-QUICK = Sizes(4, 64, 20.0, 1)
+FULL = Sizes(4, 1024, 5)
+QUICK = Sizes(4, 64, 1)
 
 
 class Ground:
     """One framework's files: its saved state, and a new arena for each restart."""
 
-    def __init__(self, tmpfs: Path, disk: Path, case: Case, limit: str) -> None:
-        self.case, self.framework, self.limit = case, FRAMEWORKS[case.framework], limit
+    def __init__(self, tmpfs: Path, disk: Path, case: Case) -> None:
+        self.case, self.framework = case, FRAMEWORKS[case.framework]
         self.tmpfs, self.disk = tmpfs / case.framework, disk / case.framework
         self.arena, self.kept, self.storage = self.tmpfs / "arena", self.tmpfs / "kept", self.disk / "storage"
-        places = {"tmpfs": Place(str(self.tmpfs / "peer")), "disk": Place(str(self.disk / "peer"), True)}
-        self.peer = places | ({"nfs": Place(str(self.disk / "peer"), True, limit)} if limit else {})
+        self.peer = {"tmpfs": Place(str(self.tmpfs / "peer")), "disk": Place(str(self.disk / "peer"), is_cold=True)}
         for folder in (self.arena, self.storage):
             folder.mkdir(parents=True)
 
@@ -83,9 +77,9 @@ class Ground:
     def restart(self, layout: str, source: str) -> Row:
         """A restart by ftckpt."""
         events = self.disk / "events"
-        place = {"disk": Place(str(self.storage), True), "nfs": Place(str(self.storage), True, self.limit)}
+        place = Place(str(self.storage), is_cold=True) if source == "disk" else Place("")
         settings = {"arena": str(self.arena), "protect": "none", "events": str(events)}
-        if source in place:
+        if place.path:
             self.arena.mkdir()
             settings |= {"persist": str(self.storage), "persist_interval": 1 << 30}
         else:
@@ -95,7 +89,7 @@ class Ground:
             shutil.rmtree(list_arenas(self.node_dir)[0])
         try:
             case = self.case._replace(layout=layout)
-            ranks = self._run(load_jobs.take, case, settings, place.get(source, Place("")), layout=layout)
+            ranks = self._run(load_jobs.take, case, settings, place, layout=layout)
         finally:
             clean_job(self.arena, "load")
             shutil.rmtree(self.arena)
@@ -115,24 +109,11 @@ class Ground:
             rows.append({**row, "secs": secs, "whole_secs": secs, "cpu_secs": cpu_secs})
         return rows
 
-    def read(self) -> list[Row]:
-        """Plain reads of the peer's files: the limit."""
-        places = [place for source, place in self.peer.items() if source != "tmpfs"]
-        (found,) = self._run(load_jobs.read, places, ranks=1)
-        row = {"who": "plain read", "layout": "same"}
-        nbytes = _bytes_of(self.disk / "peer")
-        return [
-            {**row, "source": source, "secs": secs, "whole_secs": secs, "read_bytes": nbytes}
-            for source, secs in zip(list(self.peer)[1:], found, strict=True)
-        ]
-
     def rows(self, number: int) -> list[Row]:
         """One repeat: all sides, in another order than in the one before."""
-        sources = ("memory", "parity", "disk", *(["nfs"] if self.limit else []))
         sides: list[Callable[[], list[Row]]] = [
-            *(lambda at=(layout, source): [self.restart(*at)] for layout in LAYOUTS for source in sources),
+            *(lambda at=(layout, source): [self.restart(*at)] for layout in LAYOUTS for source in SOURCES),
             *(lambda at=layout: self.load(at) for layout in LAYOUTS),
-            self.read,
         ]
         rows = [row for side in turns(sides, number) for row in side()]
         return [{"framework": self.case.framework, "repeat": number, **row} for row in rows]
@@ -168,7 +149,6 @@ def verdict(found: Sequence[Row]) -> list[str]:
     secs = {
         (one["framework"], one["layout"], "ftckpt" if one["who"] == "ftckpt" else "peer", one["source"]): one
         for one in found
-        if one["who"] != "plain read"
     }
     for (framework, layout, who, source), one in secs.items():
         if who != "ftckpt":
@@ -178,11 +158,6 @@ def verdict(found: Sequence[Row]) -> list[str]:
         peer = secs.get((framework, layout, "peer", source), secs[framework, layout, "peer", "tmpfs"])
         if source != "parity" and one["whole_secs"] > peer["whole_secs"]:
             missed.append(f"{name}: {one['whole_secs']:.2f} s, {peer['who']} {peer['whole_secs']:.2f} s")
-        slow = secs.get((framework, layout, "ftckpt", "nfs"), {})
-        if source == "memory" and "whole_secs" in slow:
-            ratio = slow["whole_secs"] / one["whole_secs"]
-            if ratio < MIN_RATIO:
-                missed.append(f"{name}: {ratio:.1f} times faster than from nfs; the goal is {MIN_RATIO:.0f}")
     return missed
 
 
@@ -238,18 +213,9 @@ def main(argv: Sequence[str]) -> int:
         content.update(raw, medians=medians(raw["rows"]))
         write_json(args.json, content)
 
-    with scratch(Path("/dev/shm"), args.disk) as (tmpfs, disk), ExitStack() as stack:
-        slow = ""
-        try:
-            limit = slow_storage.DiskLimit(tmpfs.name, disk, int(sizes.nfs_mb * 1e6))
-        except OSError as error:
-            print(f"nfs: not measured, no limit can be set here: {error}", file=sys.stderr)
-        else:
-            stack.callback(limit.close)
-            slow = str(limit.folder)
-        content["nfs"] = "cgroup" if slow else "not measured"
+    with scratch(Path("/dev/shm"), args.disk) as (tmpfs, disk):
         cases = [Case(name, sizes.layers, sizes.hidden) for name in args.only or FRAMEWORKS]
-        measure([Ground(tmpfs, disk, case, slow) for case in cases], sizes.repeats, keep)
+        measure([Ground(tmpfs, disk, case) for case in cases], sizes.repeats, keep)
     show(content["medians"])
     return conclude(args.json, content, verdict(content["medians"]), args.quick)
 

@@ -6,19 +6,20 @@ load; none may be zero after it.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import importlib
 import json
 import mmap
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks import slow_storage
 from benchmarks.checkpoints import Checkpoints, Dcp, TorchDist, Universal
 from benchmarks.jobs import DeepSpeedJob, MegatronJob, ShardedJob, TrainingJob
 
@@ -39,11 +40,10 @@ class Case(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder to load from; ``cold``: out of the page cache; ``limit``: the cgroup that reads, "" for none."""
+    """A folder to load from, if there is one; ``is_cold``: its files are out of the page cache."""
 
     path: str
-    cold: bool = False
-    limit: str = ""
+    is_cold: bool = False
 
 
 def _megatron(case: Case, loads: bool) -> TrainingJob:
@@ -125,10 +125,10 @@ def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place
     """Restarts by ftckpt: seconds from the survey to the last byte, and of all calls of a script. ``place`` is on
     storage, or has no path."""
     job, config = _built(case, loads=False), _config(settings)
-    with _prepared(place):
-        begin, begin_cpu = time.perf_counter(), time.process_time()
-        checkpointer = job.start(config)
-        whole_secs, cpu_secs = time.perf_counter() - begin, time.process_time() - begin_cpu
+    _prepare(place)
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    checkpointer = job.start(config)
+    whole_secs, cpu_secs = time.perf_counter() - begin, time.process_time() - begin_cpu
     _require_loaded(job)
     lines = map(json.loads, (Path(config.events) / f"rank{rank}.jsonl").read_text().splitlines())
     events = {line["event"]: line for line in lines}
@@ -145,21 +145,13 @@ def take(rank: int, world_size: int, case: Case, settings: dict[str, Any], place
 def load(rank: int, world_size: int, case: Case, place: Place) -> tuple[float, float]:
     """A load by the peer: seconds, and those of this process's cores."""
     job = _built(case, loads=True)
-    with _prepared(place):
-        begin = time.process_time()
-        secs = _timed(lambda: FRAMEWORKS[case.framework].peer.load(getattr(job, "job", job), place.path))
-        cpu_secs = time.process_time() - begin
+    _prepare(place)
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    FRAMEWORKS[case.framework].peer.load(getattr(job, "job", job), place.path)
+    dist.barrier()
+    secs, cpu_secs = time.perf_counter() - begin, time.process_time() - begin_cpu
     _require_loaded(job)
     return secs, cpu_secs
-
-
-def read(rank: int, world_size: int, places: Sequence[Place]) -> list[float]:
-    """A plain read of all files of each place, one after the other: seconds."""
-    found = []
-    for place in places:
-        with _prepared(place):
-            found.append(_timed(lambda path=Path(place.path): slow_storage.read_all(path)))
-    return found
 
 
 def _built(case: Case, loads: bool) -> TrainingJob:
@@ -173,25 +165,35 @@ def _built(case: Case, loads: bool) -> TrainingJob:
     return job
 
 
-def _timed(action: Callable[[], Any]) -> float:
-    """Seconds from the moment when all ranks have arrived until all are done."""
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - begin
-
-
-@contextlib.contextmanager
-def _prepared(place: Place) -> Iterator[None]:
-    """Puts the files of a place into, or out of, the page cache, and limits the rate of reads."""
+def _prepare(place: Place) -> None:
+    """Takes the files of a cold place out of the page cache, and waits for all ranks."""
     if dist.get_rank() == 0:
-        if place.cold:
-            slow_storage.drop(Path(place.path))
+        if place.is_cold:
+            _drop(Path(place.path))
         _touch_memory()
-    with slow_storage.limited(place.limit):
-        dist.barrier()
-        yield
+    dist.barrier()
+
+
+def _drop(folder: Path) -> None:
+    """Removes the files below ``folder`` from the page cache. Raises RuntimeError if some stay, as on a tmpfs."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # only what is clean can go
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if stay := [path for path in files if _is_cached(path)]:
+        raise RuntimeError(f"{stay[0]}: stays in the page cache")
+
+
+def _is_cached(path: Path) -> bool:
+    """Whether a page of a file is in the page cache."""
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    mapped = np.memmap(path, mode="r")
+    pages = np.zeros(-(-mapped.nbytes // mmap.PAGESIZE), np.uint8)
+    if mincore(mapped.ctypes.data, mapped.nbytes, pages.ctypes.data):
+        raise OSError(ctypes.get_errno(), "mincore", str(path))
+    return bool((pages & 1).any())
 
 
 def _touch_memory() -> None:

@@ -68,7 +68,6 @@ EVENTS: dict[str, EventKind] = {
     "plan": _quiet(
         "the copy plan of this rank", copied_bytes="per snapshot",
         derived_bytes="not copied, cast from masters at restore",
-        spill_bytes="expected not to fit in windows, with ``equal`` and with ``chosen`` shares; empty until measured",
     ),
     "protection": _quiet(
         "the protection of the job's snapshots", modes="active",
@@ -130,12 +129,7 @@ EVENTS: dict[str, EventKind] = {
     "planned": _quiet(
         "copies are planned again", window_capacity_bytes="capacity of the windows", bytes_per_sec="rate of copies",
         moved_share="share of an iteration by which windows had moved",
-        measured="false: from the model of the schedule",
         places="how many", iteration_secs="expected length of an iteration",
-    ),
-    "replanned": _quiet(
-        "the fence cost too much: windows are measured again", fence_share="of an iteration",
-        overhead_budget="setting"
     ),
     # Replicas and what is derived.
     "replicas_differ": _loud(
@@ -311,23 +305,6 @@ _UNKNOWN = EventKind("")
 
 _SESSION = ("joined", "conditions", "restored", "protection", "plan")
 """Events repeated in a rotated log: they identify the process and the attempt."""
-
-
-class Progress:
-    """Logs the progress of a long operation every ``every_secs``; silent if it takes less."""
-
-    def __init__(self, what: str, every_secs: float = 3.0) -> None:
-        self._what = what
-        self._every_secs = every_secs
-        self._begun = self._logged = time.monotonic()
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        """Reports progress; may be called at any rate."""
-        now = time.monotonic()
-        if now - self._logged >= self._every_secs:
-            self._logged = now
-            rate = done_bytes / (now - self._begun) / 1e9
-            log.info("ftckpt: %s: %.1f of %.1f GB, %.1f GB/s", self._what, done_bytes / 1e9, total_bytes / 1e9, rate)
 
 
 class Events:

@@ -241,7 +241,7 @@ def train_all(args: argparse.Namespace, training: Sequence[str], found: Findings
     print(f"demo: reference run of {iterations} iterations, without ftckpt", flush=True)
     digested = _RESHAPING_ITERATIONS if args.reshaping else None
     folder = args.out / "reference"
-    reference = Run("reference", folder, framework, [*training, *length], every=5, digested=digested)
+    reference = Run("reference", folder, framework, [*training, *length], digested=digested)
     found.runs.append(reference)
     execute(reference, job)
     if args.scenes:

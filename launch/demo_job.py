@@ -44,6 +44,8 @@ SMALL: Mapping[str, Any] = {"enabled": True, "chunk_size": "128KiB", "objects_si
 # others continue after the last call.
 _RENDEZVOUS = "join_timeout=120,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 _POLL_SECS = 0.02
+_REFERENCE_SPACING = 5
+"""Iterations of the run without ftckpt from one printed line to the next."""
 _STALL_SECS = 180.0
 """Time without progress after which a run has failed."""
 _OCCASIONS = 8
@@ -223,10 +225,9 @@ class Run:
     strikes: Sequence[Strike] = ()
     least_nodes: int = len(NODES)
     digested: int | None = None
-    every: int = 1
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    secs: float = 0.0
+    lines: list[dict[str, Any]] = field(default_factory=list, init=False)
+    events: list[dict[str, Any]] = field(default_factory=list, init=False)
+    secs: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.log, self.final = self.folder / "log.jsonl", self.folder / "final"
@@ -425,7 +426,7 @@ class Watch:
 
     def _on_line(self, line: dict[str, Any]) -> None:
         self._run.lines.append(line)
-        if line["iteration"] % self._run.every == 0:
+        if self._run.ftckpt or line["iteration"] % _REFERENCE_SPACING == 0:
             self._run.say(f"iteration {line['iteration']:3d}  loss {line['loss']:.4f}  {line['loss_hex']}")
 
     def _on_event(self, event: dict[str, Any]) -> None:

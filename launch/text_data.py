@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import sysconfig
@@ -87,6 +88,25 @@ def write_line(log: Path | None, metrics: Mapping[str, Any]) -> None:
         return
     with log.open("a") as file:
         file.write(line + "\n")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Options of what a script writes."""
+    output = parser.add_argument_group("output")
+    output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
+    output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
+    return output
+
+
+def dump(hashes: Mapping[str, str], folder: Path, rank: str) -> None:
+    """Writes a rank's hashes as JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{rank}.json").write_text(json.dumps(hashes, indent=1))
+
+
+def hashed(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The SHA-256 of each tensor."""
+    return {name: sha256(tensor) for name, tensor in tensors.items()}
 
 
 def sha256(tensor: torch.Tensor) -> str:

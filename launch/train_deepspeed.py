@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-from text_data import NUM_TOKENS, TextData, sha256, write_line
+from text_data import NUM_TOKENS, TextData, add_outputs, dump, hashed, write_line
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -59,9 +59,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--load-weights-only", action="store_true", help="leave the optimizer as it is")
     training.add_argument("--save", type=Path, help="the same, to save to")
     training.add_argument("--save-interval", type=int, default=5)
-    output = parser.add_argument_group("output")
-    output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
-    output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
+    add_outputs(parser)
     return parser.parse_args(argv)
 
 
@@ -234,12 +232,7 @@ def final_hashes(job: Job) -> dict[str, str]:
     for index, group in enumerate(inner.param_groups):
         tensors[f"optimizer.group{index}.lr"] = torch.tensor(group["lr"])
     tensors["rng.torch"] = torch.get_rng_state()
-    return {name: sha256(tensor) for name, tensor in tensors.items()}
-
-
-def dump_final(job: Job, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(final_hashes(job), indent=1))
+    return hashed(tensors)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -251,7 +244,7 @@ def main(argv: Sequence[str]) -> None:
     job = build(args, json.loads(args.deepspeed_config.read_text()))
     train(job)
     if args.dump_final:
-        dump_final(job, args.dump_final)
+        dump(final_hashes(job), args.dump_final, f"rank{dist.get_rank()}")
     job.engine.destroy()
     dist.destroy_process_group()
 

@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from text_data import NUM_TOKENS, Progress, TextData, sha256, write_line
+from text_data import NUM_TOKENS, Progress, TextData, add_outputs, dump, hashed, write_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -91,9 +91,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--precision", choices=sorted(DTYPES), default="bf16")
     training.add_argument("--loss-scale", type=float, default=2.0**16, help="where fp16 starts")
     training.add_argument("--loss-scale-window", type=int, default=1000)
-    output = parser.add_argument_group("output")
-    output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
-    output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
+    output = add_outputs(parser)
     output.add_argument(
         "--log-digest",
         type=Path,
@@ -413,14 +411,7 @@ def final_hashes(job: Job) -> dict[str, str]:
     tensors["rng.cpu"], tensors["rng.cuda"] = torch.get_rng_state(), torch.cuda.get_rng_state()
     for name, state in get_cuda_rng_tracker().get_states().items():
         tensors[f"rng.{name}"] = state
-    return {name: sha256(tensor) for name, tensor in tensors.items()}
-
-
-def dump_final(job: Job, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tp, pp = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
-    path = folder / f"tp{tp}-pp{pp}-dp{mpu.get_data_parallel_rank()}.json"
-    path.write_text(json.dumps(final_hashes(job), indent=1))
+    return hashed(tensors)
 
 
 def choose_layout(args: argparse.Namespace) -> None:
@@ -476,7 +467,8 @@ def main(argv: Sequence[str]) -> None:
         log_digest(job, restored=job.iteration > 0)
     train(job)
     if args.dump_final:
-        dump_final(job, args.dump_final)
+        tp, pp = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+        dump(final_hashes(job), args.dump_final, f"tp{tp}-pp{pp}-dp{mpu.get_data_parallel_rank()}")
     if job.checkpointer:
         # Only here, where training is done: it removes the snapshots.
         job.checkpointer.close()

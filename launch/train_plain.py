@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import importlib
 import logging
 import os
 import random
@@ -19,14 +19,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text_data import NUM_TOKENS, Progress, TextData, sha256, write_line
+from text_data import NUM_TOKENS, Progress, TextData, add_outputs, dump, hashed, write_line
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -54,15 +53,14 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     training.add_argument("--micro-batch", type=int, default=2)
     training.add_argument("--global-batch", type=int, default=16)
     training.add_argument("--iterations", type=int, default=20)
-    training.add_argument("--optimizer", choices=("adam", "adamw", "sgd"), default="adamw")
+    text = "MODULE.CLASS: torch.optim.RMSprop, schedulefree.SGDScheduleFree; adam, adamw and sgd with usual settings"
+    training.add_argument("--optimizer", default="adamw", help=text)
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--seed", type=int, default=1234)
     text = "mixed: bf16 compute on fp32 weights; bf16: weights too; fp16: autocast and a scaled loss"
     training.add_argument("--precision", choices=("fp32", "mixed", "bf16", "fp16"), default="mixed", help=text)
     training.add_argument("--loss-scale", type=float, default=2.0**16, help="where fp16 starts")
-    output = parser.add_argument_group("output")
-    output.add_argument("--log-file", dest="log", type=Path, help="JSON lines, one per iteration")
-    output.add_argument("--dump-final", type=Path, help="folder for the hashes of each rank's final state")
+    add_outputs(parser)
     args = parser.parse_args(argv)
     if args.wrap == "fsdp2" and args.precision == "fp16":
         parser.error("--precision fp16 is for --wrap none and ddp")
@@ -157,8 +155,12 @@ def build(args: argparse.Namespace) -> Job:
 def build_optimizer(args: argparse.Namespace, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     if args.optimizer == "sgd":
         return torch.optim.SGD(parameters, args.lr, momentum=0.9)
-    kind = torch.optim.Adam if args.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, args.lr, weight_decay=0.01)
+    if args.optimizer in ("adam", "adamw"):
+        kind = torch.optim.Adam if args.optimizer == "adam" else torch.optim.AdamW
+        return kind(parameters, args.lr, weight_decay=0.01)
+    module, _, name = args.optimizer.rpartition(".")
+    made: torch.optim.Optimizer = getattr(importlib.import_module(module), name)(parameters, lr=args.lr)
+    return made
 
 
 def shard(args: argparse.Namespace, model: nn.Module, device: torch.device) -> None:
@@ -227,12 +229,20 @@ def train(job: Job) -> list[dict[str, Any]]:
     return history
 
 
+def numbers_in(value: Any, name: str) -> dict[str, torch.Tensor]:
+    """Tensors and numbers in nested dicts and lists, by name."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: found for place, of in items for key, found in numbers_in(of, f"{name}.{place}").items()}
+    return {name: torch.as_tensor(value)}
+
+
 def final_hashes(job: Job) -> dict[str, str]:
     """SHA-256 of each tensor this rank holds: weights, buffers, moments, RNG and scaler."""
     tensors: dict[str, Any] = dict([*job.model.named_parameters(), *job.model.named_buffers()])
     for index, (parameter, state) in enumerate(job.optimizer.state.items()):
         tensors[f"optimizer.{index}"] = parameter
-        tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        tensors |= numbers_in(state, f"optimizer.{index}")
     for index, group in enumerate(job.optimizer.param_groups):
         tensors[f"group.{index}.lr"] = torch.tensor(group["lr"])
     tensors["scale"] = torch.tensor(job.scaler.get_scale())
@@ -240,12 +250,7 @@ def final_hashes(job: Job) -> dict[str, str]:
     if job.device.type == "cuda":
         tensors["rng.device"] = torch.cuda.get_rng_state()
     mine = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-    return {name: sha256(tensor) for name, tensor in mine.items()}
-
-
-def dump_final(job: Job, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(final_hashes(job), indent=1))
+    return hashed(mine)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -261,7 +266,7 @@ def main(argv: Sequence[str]) -> None:
         job.checkpointer.restore()  # ftckpt: 4
     train(job)
     if args.dump_final:
-        dump_final(job, args.dump_final)
+        dump(final_hashes(job), args.dump_final, f"rank{dist.get_rank()}")
     if job.checkpointer:
         job.checkpointer.close()  # ftckpt: 6
     dist.destroy_process_group()

@@ -31,7 +31,7 @@ constants.from_environment()
 
 @pytest.fixture(autouse=True)
 def settings_as_in_python() -> Iterator[None]:
-    """Doors and commands say how users of their process write settings; a test may be several of them."""
+    """Integrations and commands set for their process how users write settings; a test may be several of them."""
     yield
     errors._writing.clear()
 

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,19 +19,10 @@ T = TypeVar("T")
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
-@dataclass(frozen=True)
-class Locality:
-    """``cores``: the cores on which background threads run, including those that allocate slots; None: any.
-    ``node``: the NUMA node of the device; None if it is unknown or the machine has only one."""
-
-    cores: Set[int] | None = None
-    node: int | None = None
-
-
-def locality(device: torch.device) -> Locality:
-    """The locality of ``device``, limited to cores that this process may use."""
+def near_cores(device: torch.device) -> set[int] | None:
+    """The cores of the device's NUMA node that this process may use; None if it is unknown or the only one."""
     node = numa_node_of(device) if num_nodes() > 1 else None
-    return Locality(cores_of_node(node) & os.sched_getaffinity(0) or None, node)
+    return cores_of_node(node) & os.sched_getaffinity(0) or None
 
 
 def parse_cores(text: str) -> set[int]:

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 
+from ftckpt.array_types import Array
 from ftckpt.capture.chunks import CopyPart
-from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, SlotParts, burden, lay_out
+from ftckpt.capture.redundancy import NO_REDUNDANCY, Redundancy, SharePlan, lay_out
 from ftckpt.errors import CaptureError, ConfigError, UnsupportedError
 from ftckpt.group import Group, gather_all, gather_bytes
-from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replica_groups import DIFFERING
 from ftckpt.model.replicas import (
@@ -27,7 +28,6 @@ from ftckpt.model.replicas import (
     private_key,
     without_small,
 )
-from ftckpt.model.shares import bounded_capacities, choose
 from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import Description, Piece, cast_master
 
@@ -39,9 +39,7 @@ class Assignment:
     """This rank's copies: ``parts[i]`` of ``pieces`` becomes ``manifest.fragments[i]``.
 
     ``derived`` pieces are not copied. ``differing`` names fragments whose replicas differ, with the ranks in the
-    minority; every holder copies its own. ``copied_bytes`` are the optimizer-updated bytes of this rank per snapshot.
-    ``spill_bytes``, None without capacities, are the job's bytes predicted not to fit into windows: with equal
-    shares, and with the chosen ones. ``belief`` holds the assumptions of the assignment.
+    minority; every holder copies its own.
     """
 
     manifest: Manifest
@@ -49,18 +47,16 @@ class Assignment:
     parts: tuple[CopyPart, ...]
     derived: tuple[Piece, ...]
     differing: Mapping[str, tuple[int, ...]]
-    copied_bytes: int
-    spill_bytes: tuple[int, int] | None
-    belief: ReplicaAssumption
+    assumption: ReplicaAssumption
 
 
-def assign(  # noqa: PLR0917 - the last ones are optional
+def assign(
     group: Group,
     topology: Topology,
     described: Description,
     objects_bytes: int,
     chunk_bytes: int,
-    capacities: Sequence[int] | None = None,
+    *,
     redundancy: Redundancy = NO_REDUNDANCY,
     sharing: ReplicaMap | None = None,
     cast: Collection[str] = (),
@@ -70,56 +66,48 @@ def assign(  # noqa: PLR0917 - the last ones are optional
     Each rank sends one message, another if ``sharing`` is None, and more if replicas or derived pieces differ.
 
     Args:
-        capacities: bytes that each rank can copy in its windows; equal on all ranks. None: equal shares.
-        redundancy: equal on all ranks; protected runs have equal shares.
+        redundancy: equal on all ranks.
         sharing: the result of ``gather_sharing``; on all ranks or on none.
         cast: fragments of this rank that were just cast from their masters and need no check.
 
     Raises:
         UnsupportedError: a fragment is described twice.
-        ConfigError: not one capacity, or not one node, per rank.
-        CaptureError: ranks were given different capacities or nodes. All three on all ranks together.
+        ConfigError: not one node per rank.
+        CaptureError: ranks were given different nodes. All three on all ranks together.
     """
-    found = _compare(group, described, capacities, redundancy, sharing, cast)
-    sets, weights = found.sets, None if capacities is None else bounded_capacities(capacities)
-    # Without capacities shares are equal, regardless of each rank's redundancy.
-    shares = choose(*(burden(sets, redundancy) if weights is not None else (sets.runs, sets.private)), weights)
-    fragments = [piece.fragment for piece in found.stepped]
-    plan = SharePlan(shares.cuts, [member.shard for member in topology.members], chunk_bytes, redundancy)
-    slot_parts = lay_out(fragments, sets, group.rank, plan)
-    volatile = _volatile_parts(described.volatile, len(fragments), topology.me.shard)
-    sizes = objects_bytes, chunk_bytes, int(weights[group.rank]) if weights is not None and shares.weighted else 0
-    manifest = _manifest(topology, described, found, slot_parts, volatile, sizes)
-    return Assignment(
-        manifest, (*found.stepped, *described.volatile), (*slot_parts.parts, *volatile), found.derived,
-        _differing(fragments, sets) if found.replicated else {}, _total(manifest.stepped), shares.spill, found.belief,
+    found = _compare(group, described, redundancy, sharing, cast)
+    plan = SharePlan([member.shard for member in topology.members], chunk_bytes, redundancy)
+    slot_parts = lay_out([piece.fragment for piece in found.stepped], found.sets, group.rank, plan)
+    volatile = _volatile_parts(described.volatile, len(found.stepped), topology.me.shard)
+    manifest = Manifest(
+        topology.me.coords, topology.layout, tuple(part.fragment for part in slot_parts.parts),
+        tuple(part.fragment for part in volatile), objects_bytes, chunk_bytes, slot_parts.sections,
+        padded=_padded(described, found.stepped, slot_parts.parts),
+        derived=tuple(sorted({piece.fragment.dtype for piece in found.derived})),
     )  # fmt: skip
+    pieces, parts = (*found.stepped, *described.volatile), (*slot_parts.parts, *volatile)
+    return Assignment(manifest, pieces, parts, found.derived, found.differing, found.assumption)
 
 
 class _Comparison(NamedTuple):
-    """This rank's pieces that are copied and derived, and their replica sets."""
+    """This rank's pieces that are copied and derived, their replica sets, and fields as in ``Assignment``."""
 
     stepped: list[Piece]
     derived: tuple[Piece, ...]
     sets: ReplicaSets
-    replicated: bool
-    belief: ReplicaAssumption
+    differing: Mapping[str, tuple[int, ...]]
+    assumption: ReplicaAssumption
 
 
-def _compare(  # noqa: PLR0917 - those of ``assign``
-    group: Group,
-    described: Description,
-    capacities: Sequence[int] | None,
-    redundancy: Redundancy,
-    sharing: ReplicaMap | None,
-    cast: Collection[str],
+def _compare(
+    group: Group, described: Description, redundancy: Redundancy, sharing: ReplicaMap | None, cast: Collection[str]
 ) -> _Comparison:
     """Compares pieces with their masters and replicas with each other. Collective; see ``assign``."""
     if sharing is None:
         sharing = gather_sharing(group, described)
     stepped, derived = _divided(described, ())
     look = ReplicaView(sharing, stepped)
-    view = partial(_View.of, described, look, capacities, redundancy, num_ranks=group.size, cast=cast)
+    view = partial(_View.of, described, look, redundancy, num_ranks=group.size, cast=cast)
     views = gather_all(group, view, _View)
     broken, summaries = _agreed(views), [view.summary for view in views]
     if broken:  # on any rank: ``sharing`` excludes the pieces that were assumed derived
@@ -129,38 +117,16 @@ def _compare(  # noqa: PLR0917 - those of ``assign``
     held = look.sharing.sets(partial(gather_bytes, group), look.holdings, summaries)
     replicated = all(view.replicated for view in views)
     sets = without_small(held) if replicated else each_its_own(held)
-    compared = [(view.derived_bytes, view.num_pieces) for view in views]
-    belief = ReplicaAssumption(held if replicated else None, look.held, derived, compared, broken)
-    return _Comparison(stepped, derived, sets, replicated, belief)
-
-
-def _manifest(  # noqa: PLR0917 - the parts of a manifest
-    topology: Topology,
-    described: Description,
-    found: _Comparison,
-    slot_parts: SlotParts,
-    volatile: Sequence[CopyPart],
-    sizes: tuple[int, int, int],
-) -> Manifest:
-    objects_bytes, chunk_bytes, capacity = sizes
-    return Manifest(
-        coords=topology.me.coords,
-        layout=topology.layout,
-        stepped=_fragments(slot_parts.parts),
-        volatile=_fragments(volatile),
-        sections=slot_parts.sections,
-        padded=_padded(described, found.stepped, slot_parts.parts),
-        derived=tuple(sorted({piece.fragment.dtype for piece in found.derived})),
-        objects_bytes=objects_bytes,
-        chunk_bytes=chunk_bytes,
-        capacity=capacity,
-    )
-
-
-def _differing(fragments: Sequence[Fragment], sets: ReplicaSets) -> dict[str, tuple[int, ...]]:
-    """Fragments whose replicas differ, with the ranks in the minority."""
-    at_odds = (index for index, group in enumerate(sets.group_of.tolist()) if group == DIFFERING)
-    return {fragments[index].name: sets.odd.get(index, ()) for index in at_odds}
+    largest_bytes, differing = [view.derived_bytes for view in views], {}
+    if replicated:
+        largest_bytes += [run.nbytes for run in held.runs]
+        at_odds = np.flatnonzero(sets.group_of == DIFFERING).tolist()
+        differing = {stepped[index].fragment.name: sets.odd.get(index, ()) for index in at_odds}
+    assumption = ReplicaAssumption(
+        look.sharing.groups.members if replicated else (), look.holdings.of, look.held, max(largest_bytes),
+        max(view.num_pieces for view in views),
+    )  # fmt: skip
+    return _Comparison(stepped, derived, sets, differing, assumption)
 
 
 def _divided(described: Description, broken: Collection[str]) -> tuple[list[Piece], tuple[Piece, ...]]:
@@ -178,14 +144,6 @@ def _volatile_parts(volatile: Sequence[Piece], first: int, shard: str) -> tuple[
     return tuple(CopyPart(first + offset, 0, fragment) for offset, fragment in enumerate(private))
 
 
-def _total(fragments: Iterable[Fragment]) -> int:
-    return sum(fragment.nbytes for fragment in fragments)
-
-
-def _fragments(parts: Iterable[CopyPart]) -> tuple[Fragment, ...]:
-    return tuple(part.fragment for part in parts)
-
-
 def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[CopyPart]) -> tuple[str, ...]:
     """Padded keys of which this rank copies anything; parity (piece -1) has no key."""
     if not described.padded:
@@ -195,24 +153,14 @@ def _padded(described: Description, stepped: Sequence[Piece], parts: Iterable[Co
     return tuple(sorted(described.padded & copied))
 
 
-def _check_numbers(capacities: Sequence[int] | None, redundancy: Redundancy, num_ranks: int) -> None:
-    if capacities is not None and len(capacities) != num_ranks:
-        raise ConfigError(f"capacities: got {len(capacities)}, needs one for each of {num_ranks} ranks")
-    if redundancy.mode and len(redundancy.nodes) != num_ranks:
-        raise ConfigError(
-            f"--ftckpt-protect: got {len(redundancy.nodes)} nodes, needs one for each of {num_ranks} ranks"
-        )
-
-
 class _View(NamedTuple):
-    """One rank's message: keys that are not derived as described, and digests of its weights and redundancy.
+    """One rank's message: keys that are not derived as described, and a digest of its redundancy.
 
     ``derived_bytes``: of pieces described as derived; ``num_pieces``: of all. ``replicated``: whether its framework
     keeps replicas equal. ``summary``: its replicated state; empty if some key is broken.
     """
 
     broken: tuple[str, ...]
-    weights: str
     redundancy: str
     derived_bytes: int
     num_pieces: int
@@ -221,15 +169,17 @@ class _View(NamedTuple):
 
     @classmethod
     def of(
-        cls, described: Description, look: ReplicaView, capacities: Sequence[int] | None, redundancy: Redundancy, *,
-        num_ranks: int, cast: Collection[str],
+        cls, described: Description, look: ReplicaView, redundancy: Redundancy, *, num_ranks: int,
+        cast: Collection[str],
     ) -> _View:  # fmt: skip
-        _check_numbers(capacities, redundancy, num_ranks)
-        seen = "" if capacities is None else xxhash.xxh3_64_hexdigest(bounded_capacities(capacities).tobytes())
+        if redundancy.mode and len(redundancy.nodes) != num_ranks:
+            raise ConfigError(
+                f"--ftckpt-protect: got {len(redundancy.nodes)} nodes, needs one for each of {num_ranks} ranks"
+            )
         derived = sum(piece.fragment.nbytes for piece in described.stepped if piece.derived_from is not None)
         broken = tuple(_broken(described, cast))
         return cls(
-            broken, seen, redundancy.digest, derived, len(described.stepped), described.replicated,
+            broken, redundancy.digest, derived, len(described.stepped), described.replicated,
             b"" if broken else look.summary(),
         )  # fmt: skip
 
@@ -257,9 +207,7 @@ class ReplicaView:
 
 
 def _agreed(views: Collection[_View]) -> set[str]:
-    """Keys that are broken on any rank; raises if weights or nodes differ: some bytes would be copied by nobody."""
-    if len({view.weights for view in views}) > 1:
-        raise CaptureError("window capacities differ between ranks")
+    """Keys that are broken on any rank; raises if nodes differ: some bytes would be copied by nobody."""
     if len({view.redundancy for view in views}) > 1:
         raise CaptureError("nodes, racks or protection modes differ between ranks")
     return {key for view in views for key in view.broken}
@@ -312,48 +260,26 @@ _BATCH_BYTES = 1 << 20
 """Small tensors are compared in batches of at most this size, because each tensor has a fixed cost."""
 
 
+@dataclass(frozen=True, eq=False)
 class ReplicaAssumption:
-    """The assumptions between two replica checks: replicas are bit-equal, and derived pieces follow their masters.
+    """The assumptions that samples check: replicas are bit-equal, and derived pieces follow their masters.
 
-    Args:
-        sets: the replicated fragments of this rank; None if each rank copies its own.
-        held: the bytes of those fragments, by index.
-        derived: derived pieces of this rank.
-        to_compare: for each rank, the bytes of its derived pieces and the number of all its pieces.
-        broken: keys of pieces found not to be derived.
+    ``members``: the ranks of each replica set; none if each rank copies its own. ``of`` gives this rank's pieces of a
+    set, by its number, in an order that is equal on all members; ``held``: the bytes of each, by index.
+    ``largest_bytes``: of the largest replica set, or of some rank's derived pieces if larger. ``num_pieces``: maximum
+    of a rank. Equal on all ranks except ``of`` and ``held``.
     """
 
-    def __init__(
-        self, sets: ReplicaSets | None, held: Mapping[int, torch.Tensor], derived: Sequence[Piece],
-        to_compare: Sequence[tuple[int, int]], broken: Collection[str],
-    ) -> None:  # fmt: skip
-        derived_bytes, num_pieces = zip(*to_compare, strict=True)
-        self.replicas = replicas = sets.again if sets is not None else None
-        self.held = held
-        runs = sets.runs if sets is not None else ()
-        self.largest_bytes = max([*derived_bytes, *(run.nbytes for run in runs)])
-        """Bytes of the largest replica set, or of some rank's derived pieces if larger; equal on all ranks."""
-        self.num_pieces = max(num_pieces)
-        """Maximum number of pieces of a rank; equal on all ranks."""
-        self._rules = _rules(derived)
-        self._is_broken = bool(broken)
-        self.needed = any(derived_bytes) or (replicas is not None and replicas.needed)
+    members: Sequence[Array]
+    of: Callable[[int], Array]
+    held: Mapping[int, torch.Tensor]
+    largest_bytes: int
+    num_pieces: int
+
+    @property
+    def needed(self) -> bool:
         """Whether there is anything to check; equal on all ranks."""
-
-    def look(self) -> tuple[bool, bytes]:
-        """Checks this rank's derived pieces; returns whether they follow, and the digests of its replicas."""
-        digests = self.replicas.digests(self._digest) if self.replicas is not None else b""
-        return not self._is_broken and all(map(_follow, self._rules)), digests
-
-    def agree(self, digests: list[bytes]) -> bool:
-        """Whether replicas agree, given the digests of all ranks."""
-        return self.replicas is None or self.replicas.agree(digests)
-
-    def _digest(self, indices: Sequence[int]) -> int:
-        hasher = xxhash.xxh3_64()
-        for _, joined in _read([self.held[index] for index in indices]):
-            hasher.update(joined)
-        return hasher.intdigest()
+        return self.largest_bytes > 0 or bool(self.members)
 
 
 def _nbytes(piece: Piece) -> int:

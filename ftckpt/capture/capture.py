@@ -6,7 +6,7 @@ import atexit
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -356,32 +356,17 @@ class Capture:
 
     def writable(self, keep: Collection[SnapshotId]) -> list[int]:
         """Slots that can be written without losing a snapshot of ``keep``, the best one first."""
-
-        def leased(slot: int) -> bool:
-            checks = self.arena.checks
-            return checks is not None and checks.leased(slot)
-
-        return writable_slots(self._held, keep, leased)
+        return writable_slots(self._held, keep)
 
 
-def writable_slots(
-    snapshots: Mapping[int, SnapshotId | None], keep: Collection[SnapshotId], leased: Callable[[int], bool]
-) -> list[int]:
-    """Slots of ``snapshots`` that hold none of ``keep``, the best one to write first.
-
-    Empty slots come first, then older snapshots. A slot that the SMP is reading (``leased``) comes last: results
-    computed from changing bytes are useless.
-    """
+def writable_slots(snapshots: Mapping[int, SnapshotId | None], keep: Collection[SnapshotId]) -> list[int]:
+    """Slots of ``snapshots`` that hold none of ``keep``, the best one to write first: empty, then oldest."""
     ranks = sorted(
         (-1 if snapshot is None else snapshot.iteration, slot)
         for slot, snapshot in snapshots.items()
         if snapshot not in keep
     )
-    slots = [slot for _, slot in ranks]
-    # Only if there is a choice between snapshots: ``leased`` reads a file.
-    if len(slots) > 1 and ranks[0][0] >= 0:
-        slots.sort(key=leased)
-    return slots
+    return [slot for _, slot in ranks]
 
 
 _open = weakref.WeakSet[Capture]()

@@ -94,26 +94,16 @@ def _overlap(segments: Sequence[Segment]) -> bool:
 
 
 def divided(copy: ChunkCopy, nbytes: int) -> ChunkCopy:
-    """Splits segments at file offsets that are multiples of ``nbytes``."""
+    """Splits segments at file offsets that are multiples of ``nbytes``, itself a multiple of every element size."""
     segments: list[Segment] = []
-    for segment in copy.segments:
-        rest = [segment]
-        while rest:
-            head, *rest = split(rest[0], (rest[0].offset // nbytes + 1) * nbytes)
-            segments.append(head)
+    for piece, first, numel, at, left in copy.segments:
+        start, offset, rest = first, at, left
+        while rest > (room := nbytes - offset % nbytes):
+            count = room * numel // left
+            segments.append(Segment(piece, start, count, offset, room))
+            start, offset, rest = start + count, offset + room, rest - room
+        segments.append(Segment(piece, start, first + numel - start, offset, rest))
     return ChunkCopy(copy.chunk, tuple(segments), copy.xor)
-
-
-def split(segment: Segment, end: int) -> list[Segment]:
-    """Splits a segment at file offset ``end``, if it extends past it; no element is cut."""
-    if segment.offset + segment.nbytes <= end:
-        return [segment]
-    nbytes = end - segment.offset
-    # Exact, since callers cut at multiples of every element size.
-    numel = nbytes * segment.numel // segment.nbytes
-    head = Segment(segment.piece, segment.start, numel, segment.offset, nbytes)
-    tail = Segment(segment.piece, segment.start + numel, segment.numel - numel, end, segment.nbytes - nbytes)
-    return [head, tail]
 
 
 _WORD = torch.int64
@@ -149,22 +139,12 @@ def xor_onto(tensors: Sequence[torch.Tensor], segments: Iterable[Segment], targe
 
 
 def xor_parts(copy: ChunkCopy, nbytes: int) -> Iterator[ChunkCopy]:
-    """Splits an XOR at file offsets that are multiples of ``nbytes``, itself a multiple of every element size."""
-    waiting = sorted(copy.segments, key=lambda segment: segment.offset)
-    begin = copy.begin
-    while waiting:
-        end = (begin // nbytes + 1) * nbytes
-        first = next((i for i, segment in enumerate(waiting) if segment.offset >= end), len(waiting))
-        heads, later = [], []
-        for segment in waiting[:first]:
-            head, *tail = split(segment, end)
-            heads.append(head)
-            later += tail
-        if heads:
-            yield ChunkCopy(copy.chunk, tuple(heads), copy.xor)
-        # Still sorted: the tails start at ``end``, the others at it or after it.
-        waiting = later + waiting[first:]
-        begin = end
+    """Splits an XOR as ``divided`` does, into a copy for each part."""
+    parts: dict[int, list[Segment]] = {}
+    for segment in divided(copy, nbytes).segments:
+        parts.setdefault(segment.offset // nbytes, []).append(segment)
+    for _, segments in sorted(parts.items()):
+        yield ChunkCopy(copy.chunk, tuple(segments), copy.xor)
 
 
 def _in_words(data: torch.Tensor) -> bool:

@@ -34,6 +34,10 @@ class _Entry(NamedTuple):
     gathered: bool
     storage: int  # address of the allocation: a driver refuses a copy that spans two, even adjacent ones
 
+    def until(self, end: int) -> _Entry:
+        """The copy extended to ``end`` in the slot's file."""
+        return self._replace(nbytes=end - self.offset)
+
 
 class CopyPlan:
     """The copies of all chunks, in the order of the slot.
@@ -67,7 +71,7 @@ class CopyPlan:
                 storage = 0 if gathers else source.untyped_storage().data_ptr()
                 entry = _Entry(address, segment.offset, segment.nbytes, gathers, storage)
                 if before is not None and _continues(before, entry):
-                    entries[-1] = before._replace(nbytes=entry.offset + entry.nbytes - before.offset)
+                    entries[-1] = before.until(entry.offset + entry.nbytes)
                 else:
                     entries.append(entry)
             firsts.append(len(entries))

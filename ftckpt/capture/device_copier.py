@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 
-from ftckpt.capture.affinity import Locality
 from ftckpt.capture.chunks import ChunkCopy, Segment, combine, divided, xor_onto, xor_parts
 from ftckpt.capture.copier import (
     Copier,
@@ -46,7 +45,7 @@ from ftckpt.capture.copier import (
 )
 from ftckpt.capture.copy_plan import CopyPlan
 from ftckpt.capture.driver import Call, batch_copy, device_buffer, on_device, separate_stream
-from ftckpt.capture.registration import PIECE_BYTES, FarPages, Registrar, Slot
+from ftckpt.capture.registration import PIECE_BYTES, Registrar, Slot
 from ftckpt.capture.volatile_memory import ALIGN_BYTES, VolatileMemory, aligned
 from ftckpt.events import log
 from ftckpt.host_memory import pinned_memory
@@ -91,7 +90,7 @@ class DeviceCopier:
         self._own_stream = own_stream
         current = torch.cuda.current_stream(device)
         self._stream = separate_stream(device) if own_stream else current
-        self._registrar = registrar or Registrar(device, Locality(cores), None, None)
+        self._registrar = registrar or Registrar(device, cores)
         context = partial(on_device, device)
         self._worker = Worker("ftckpt-copy", cores, context=context)
         # Waits for completed copies on the host, so that the first worker can submit the next ones meanwhile.
@@ -494,16 +493,14 @@ def make_copier(
     own_stream: bool = True,
     tell_copying: TellCopying = tell_nobody,
     *,
-    locality: Locality = Locality(),  # noqa: B008 - frozen
+    cores: Cores = None,
     turns: Path | None = None,
-    tell_far: FarPages | None = None,
     pins: bool = True,
 ) -> Copier:
     """Creates the copier for the clock's device; without ``own_stream``, copies queue behind training's work.
 
-    ``turns``, ``tell_far`` and ``pins`` are passed to the Registrar.
+    ``turns`` and ``pins`` are passed to the Registrar.
     """
     if isinstance(clock, DeviceClock):
-        registrar = Registrar(clock.device, locality, turns, tell_far, pins)
-        return DeviceCopier(clock, own_stream, registrar, locality.cores, tell_copying)
-    return HostCopier(locality.cores, tell_copying)
+        return DeviceCopier(clock, own_stream, Registrar(clock.device, cores, turns, pins), cores, tell_copying)
+    return HostCopier(cores, tell_copying)

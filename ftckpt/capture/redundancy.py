@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -21,7 +21,6 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.model.manifest import Section, parity_fragment
 from ftckpt.model.replica_groups import WHOLE
 from ftckpt.model.replicas import ReplicaSets, own_parts, run_indices, run_share
-from ftckpt.model.shares import Run
 from ftckpt.parity.groups import SLOT_MODES, Member, ParityGroup, replica_partition, slot_group, slot_group_name
 from ftckpt.parity.stripes import Stripe, stripes
 
@@ -94,11 +93,11 @@ class Share:
     def chunks(self, chunk_bytes: int) -> tuple[int, ...]:
         return tuple(span.nbytes for span in Span(0, self.nbytes).cut(chunk_bytes))
 
-    def strips(self, fragments: Sequence[Fragment], begin: int, end: int) -> Iterator[Segment]:
-        """Segments for bytes ``begin`` to ``end`` of the section; their offsets are relative to ``begin``."""
+    def strips(self, fragments: Sequence[Fragment], begin: int, end: int, at: int) -> Iterator[Segment]:
+        """Segments for bytes ``begin`` to ``end`` of the section, to be placed from offset ``at`` on."""
         # From the part that contains ``begin``; -1 is an empty share.
-        for at in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
-            (index, part), offset = self.pairs[at], self.offsets[at]
+        for place in range(max(bisect_right(self.offsets, begin) - 1, 0), len(self.pairs)):
+            (index, part), offset = self.pairs[place], self.offsets[place]
             if offset >= end:
                 break
             first, last = max(begin, offset), min(end, offset + part.nbytes)
@@ -106,14 +105,13 @@ class Share:
                 # Exact: chunks and parts start at multiples of the element's size.
                 item, start = part.item_bytes, part.start - fragments[index].start
                 skipped, numel = (first - offset) // item, (last - first) // item
-                yield Segment(index, start + skipped, numel, first - begin, last - first)
+                yield Segment(index, start + skipped, numel, at + first - begin, last - first)
 
 
 @dataclass(frozen=True)
 class SharePlan:
-    """Inputs that are equal on all ranks: the runs' cuts, every rank's shard name, the chunk size, and the mode."""
+    """Inputs that are equal on all ranks: every rank's shard name, the chunk size, and the mode."""
 
-    cuts: Sequence[Array]
     shards: Sequence[str]
     chunk_bytes: int
     redundancy: Redundancy = NO_REDUNDANCY
@@ -135,7 +133,7 @@ def lay_out(fragments: Sequence[Fragment], sets: ReplicaSets, rank: int, job: Sh
         # A rank without a replica on another node is in no group; its share is private.
         ranks = next((group for group in job.redundancy.groups(members) if rank in group), (rank,))
         places = np.searchsorted(members, ranks).tolist()
-        cuts = job.cuts[run]
+        cuts = sets.runs[run].cuts
         shares = [
             Share.of(shards[other], run_share(fragments, indices, cuts, place))
             for other, place in zip(ranks, places, strict=True)
@@ -204,32 +202,14 @@ class Replicas:
         size = self._group.chunk_bytes
         for stripe in own_stripes:
             begin = stripe.blocks[0][1] * size
-            stripe_strips = [
-                strip
-                for member, chunk in stripe.data
-                if chunk >= 0
-                for strip in self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size)
-            ]
-            # Sorted by file offset, as ``chunk_copies`` requires.
-            stripe_strips.sort(key=lambda strip: strip.offset)
-            strips += [strip._replace(offset=begin + strip.offset) for strip in stripe_strips]
+            for member, chunk in stripe.data:
+                if chunk >= 0:
+                    strips += self._shares[member].strips(self._fragments, chunk * size, (chunk + 1) * size, begin)
+        # As ``chunk_copies`` requires.
+        strips.sort(key=lambda strip: strip.offset)
         # Blocks start at multiples of a chunk, so each has its own chunk; nothing follows the last.
         nbytes = own_stripes[-1].blocks[0][1] * size + own_stripes[-1].length
         return CopyPart(-1, 0, parity_fragment(self._group.name, nbytes), tuple(strips))
-
-
-def burden(sets: ReplicaSets, redundancy: Redundancy) -> tuple[tuple[Run, ...], Array]:
-    """The runs of ``sets``, with equal shares if protected, and each rank's private bytes plus its redundancy."""
-    private = sets.private.astype(np.int64)
-    runs: list[Run] = []
-    for run in sets.runs:
-        groups = redundancy.groups(run.members)
-        runs.append(replace(run, equal=bool(groups)))
-        for group in groups:
-            # A copy adds one share; parity, one block per chunk of all other members, adds 1/(members - 1) of one.
-            others = 1 if redundancy.mode == "copy" else len(group) - 1
-            private[list(group)] += run.nbytes // len(run.members) // others
-    return tuple(runs), private
 
 
 def _parts(fragments: Sequence[Fragment], pairs: Pairs) -> list[CopyPart]:

@@ -7,21 +7,17 @@ training has warmed up. Unpinning may wait for all work on the device, so it is 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import platform
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from ftckpt.capture.affinity import Locality, pin
+from ftckpt.capture.affinity import pin
 from ftckpt.capture.driver import on_device, pin_pages, unpin_pages
 from ftckpt.errors import ArenaError
 from ftckpt.events import log
@@ -39,9 +35,6 @@ reported pinning rates."""
 Slot = torch.Tensor
 """A slot's file as a 1-D uint8 CPU tensor over the shared mapping."""
 
-FarPages = Callable[[int, Mapping[int, int]], None]
-"""Called for a slot on a remote NUMA node: the device's node, and the number of sampled pages per node."""
-
 
 class Registrar:
     """Maps the pages of slots and, with ``pins``, pins them, on its own thread.
@@ -50,13 +43,11 @@ class Registrar:
     """
 
     def __init__(
-        self, device: torch.device, locality: Locality, turns: Path | None, tell_far: FarPages | None,
-        pins: bool = True,
-    ) -> None:  # fmt: skip
+        self, device: torch.device, cores: Set[int] | None, turns: Path | None = None, pins: bool = True
+    ) -> None:
         self._device = device
-        self._locality = locality
+        self._cores = cores
         self._turns = turns
-        self._tell_far = tell_far
         self._pins = pins
         self._pinned: dict[int, int] = {}
         """Address of a slot → the number of its leading bytes that are pinned."""
@@ -115,7 +106,7 @@ class Registrar:
         """
         addresses: list[int] = []
         mapped: list[Sequence[Slot]] = []
-        pin(self._locality.cores)
+        pin(self._cores)
         with on_device(self._device):
             while (slots := self._jobs.get()) is not None:
                 mapped.append(slots)
@@ -131,7 +122,6 @@ class Registrar:
     def _deal_with(self, slots: Sequence[Slot], addresses: list[int]) -> None:
         for slot in slots:
             touch(slot, self._closing.is_set)
-            self._look(slot)
         self._settled.wait()
         for slot in slots if self._pins else ():
             if not self._pin(slot, addresses):
@@ -165,19 +155,7 @@ class Registrar:
                     self._turns = None
         return nullcontext()
 
-    def _look(self, slot: Slot) -> None:
-        """Reports a slot with pages outside the device's NUMA node."""
-        node = self._locality.node
-        if node is None or self._tell_far is None:
-            return
-        found = nodes_of(slot)
-        if any(other != node for other in found):
-            self._tell_far(node, found)
 
-
-_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
-"""Numbers of the system call: libc has no wrapper."""
-_SAMPLED = 256
 TOUCH_BYTES = 32 << 20
 """Bytes whose pages are touched between two checks for more urgent work."""
 
@@ -189,27 +167,3 @@ def touch(slot: torch.Tensor, stop: Callable[[], bool]) -> None:
             return
         # A read is enough for the kernel to clear and map a page that was only allocated.
         slot.numpy()[begin : begin + TOUCH_BYTES : mmap.PAGESIZE].max()
-
-
-def nodes_of(slot: torch.Tensor) -> Counter[int]:
-    """Numbers of evenly sampled pages of ``slot`` by NUMA node; empty if the kernel does not report them.
-
-    Pages that this process has not touched yet are left out.
-    """
-    number = _MOVE_PAGES.get(platform.machine())
-    step = max(1, slot.numel() // mmap.PAGESIZE // _SAMPLED) * mmap.PAGESIZE
-    addresses = [slot.data_ptr() + offset for offset in range(0, slot.numel(), step)]
-    if number is None or not addresses:
-        return Counter()
-    pages = (ctypes.c_void_p * len(addresses))(*addresses)
-    nodes = (ctypes.c_int * len(addresses))()
-    # Without target nodes the call only reports each page's node, or a negative error for it.
-    failed = _system_call()(number, 0, ctypes.c_ulong(len(addresses)), pages, None, nodes, 0)
-    return Counter() if failed else Counter(node for node in nodes if node >= 0)
-
-
-@lru_cache(maxsize=1)
-def _system_call() -> Callable[..., int]:
-    call = ctypes.CDLL(None).syscall
-    call.restype = ctypes.c_long
-    return call

@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -97,15 +96,15 @@ class Sampler:
     """
 
     def __init__(self, assignment: Assignment, rank: int, num_ranks: int, limit: int) -> None:
-        belief = assignment.belief
+        assumed = assignment.assumption
         self.positions = (
-            num_positions(belief.largest_bytes, belief.num_pieces, limit) if limit and belief.needed else 0
+            num_positions(assumed.largest_bytes, assumed.num_pieces, limit) if limit and assumed.needed else 0
         )
         """The same on all ranks; 0: nothing is compared."""
         # Slicing a memoryview is a hundred times as fast as slicing a tensor.
-        self._on_host = {index: held.numpy().data for index, held in belief.held.items() if not held.is_cuda}
-        self._held = belief.held
-        self._items = {index: assignment.pieces[index].fragment.item_bytes for index in belief.held}
+        self._on_host = {index: held.numpy().data for index, held in assumed.held.items() if not held.is_cuda}
+        self._held = assumed.held
+        self._items = {index: assignment.pieces[index].fragment.item_bytes for index in assumed.held}
         # The ends are computed once: a boundary has no time to visit each piece.
         self._derived = [
             (piece.derived_from.detach(), piece.tensor.detach(), piece.fragment.nbytes)
@@ -113,14 +112,9 @@ class Sampler:
             if piece.derived_from is not None
         ]
         self._derived_ends = ends_of(nbytes for _, _, nbytes in self._derived)
-        self._groups: list[tuple[list[int], Ends]] = []
-        members: Sequence[npt.NDArray[np.int32]] = ()
-        if belief.replicas is not None:
-            members = belief.replicas.groups.members
-            own = [group for group, ranks in enumerate(members) if rank in ranks]
-            indices = [belief.replicas.holdings.of(group).tolist() for group in own]
-            self._groups = [(each, ends_of(self._held[index].numel() for index in each)) for each in indices]
-        self.comparison = Comparison.of(members, num_ranks)
+        indices = [assumed.of(group).tolist() for group, ranks in enumerate(assumed.members) if rank in ranks]
+        self._groups = [(each, ends_of(self._held[index].numel() for index in each)) for each in indices]
+        self.comparison = Comparison.of(assumed.members, num_ranks)
         self._pinned: torch.Tensor | None = None
         self._pending: _PendingSample | None = None
 

@@ -1,8 +1,10 @@
-"""The command line ``ftckpt``, one file per command.
+"""The command line ``ftckpt``: ``main`` has the table of commands and prints their ``answers``.
 
-``report`` reads event logs (``event_log``), derives the history of the run (``history``, ``attempts``, ``recovery``)
-and the timeline of one iteration (``timeline``), and shows them as text, as a trace, and as a page
-(``report.html.j2``) of ``sections`` with ``figures``.
-``status`` and ``ls`` show the state of each node (``job_nodes``). ``check`` reports ``findings`` about the host, the
-device and, with all ranks of a job, the network (``check_host``, ``check_device``, ``check_ranks``, ``check_pairs``).
+``targets`` has the one rule for what JOB, STORAGE and paths mean. ``report`` reads event logs (``event_log``) into
+the ``history`` of the run (``attempts``, ``recovery``) with the ``timeline`` of one iteration, and shows them as
+text, as a trace, and as a page (``report.html.j2``) of ``sections`` with ``figures``. ``status`` and ``jobs`` show
+the state of each node (``job_nodes``), ``list``, ``verify`` and ``pin`` the ``snapshots`` on storage and the
+``slots`` in memory. ``check`` reports ``findings`` about the host, the device and, with all ranks of a job, the
+network (``check_host``, ``check_device``, ``check_ranks``, ``check_pairs``). ``plan`` computes a job's protection as
+its start does (``plan_job``, ``plan_holdings``, ``plan_names``, ``plan_outlook``).
 """

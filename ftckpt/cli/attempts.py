@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from ftckpt.cli.event_log import LinePlace
+
+_STATES = ("committed", "protected", "persisted")
+_PASSED = "~"
+"""A boundary: at the same instant, snapshots reach their states before it."""
 
 
 class Age(NamedTuple):
@@ -38,6 +43,16 @@ class SnapshotTimes:
         return min((time for num, time in times if num >= num_ranks), default=math.inf)
 
 
+class TimelinePlace(NamedTuple):
+    """The place of a rank's timeline, which begins at ``begin``; ``is_warm``: it is not of the process's first
+    snapshot."""
+
+    begin: float
+    is_warm: bool
+    node: str
+    place: LinePlace
+
+
 @dataclass
 class Attempt:
     """One start of all ranks that completed restore(); the ``lineage`` of their events identifies it."""
@@ -60,6 +75,8 @@ class Attempt:
     last_signs: dict[int, float] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     snapshots: dict[int, SnapshotTimes] = field(default_factory=lambda: defaultdict(SnapshotTimes))
+    timelines: dict[int, dict[int, TimelinePlace]] = field(default_factory=lambda: defaultdict(dict))
+    """By iteration and rank."""
 
     @property
     def restore_secs(self) -> float:
@@ -78,14 +95,19 @@ class Attempt:
 
     def ages(self, stored: int | None = None) -> Iterator[Age]:
         """The ages at each boundary, in order. ``stored``: the newest iteration on storage at the attempt's start."""
-        num, times = len(self.last_signs), self.snapshots.items()
+        num, events = len(self.last_signs), list[tuple[float, str, int]]()
+        for iteration, one in self.snapshots.items():
+            marks = (one.committed_at(num), one.protected_at, one.persisted_at)
+            events += [(at, state, iteration) for state, at in zip(_STATES, marks, strict=True) if at < math.inf]
+            events += [(one.boundary_at, _PASSED, iteration)] if one.boundary_at else []
         # The restored snapshot is committed; it counts as protected once this attempt has protected it.
-        committed = _Newest(self.start, ((one.committed_at(num), iteration) for iteration, one in times))
-        protected = _Newest(None, ((one.protected_at, iteration) for iteration, one in times))
-        persisted = _Newest(stored, ((one.persisted_at, iteration) for iteration, one in times))
-        for iteration, one in sorted(times):
-            if at := one.boundary_at:
-                yield Age(iteration, *(newest.age(iteration, at) for newest in (committed, protected, persisted)))
+        newest: dict[str, int | None] = {"committed": self.start, "protected": None, "persisted": stored}
+        for _, state, iteration in sorted(events):
+            if state == _PASSED:
+                ages = (None if of is None else max(0, iteration - of) for of in map(newest.get, _STATES))
+                yield Age(iteration, *ages)
+            else:
+                newest[state] = max(iteration, newest[state] or 0)
 
     @property
     def persisted(self) -> list[int]:
@@ -97,21 +119,3 @@ class Attempt:
         for iteration, one in sorted(self.snapshots.items()):
             if one.boundary_at and one.protected_at < math.inf:
                 yield iteration, max(0.0, one.protected_at - one.boundary_at)
-
-
-class _Newest:
-    """The newest iteration that had reached a state at a given time; times may be queried in any order."""
-
-    def __init__(self, first: int | None, times: Iterator[tuple[float, int]]) -> None:
-        self._first = first
-        self._times: list[float] = []
-        self._newest: list[int] = []
-        for time, iteration in sorted(times):
-            if time < math.inf:
-                self._times.append(time)
-                self._newest.append(max(iteration, self._newest[-1] if self._newest else iteration))
-
-    def age(self, iteration: int, at: float) -> int | None:
-        place = bisect_right(self._times, at)
-        newest = self._newest[place - 1] if place else self._first
-        return None if newest is None else max(0, iteration - newest)

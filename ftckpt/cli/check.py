@@ -7,31 +7,27 @@ MASTER_PORT; then rank 0 prints the results of all ranks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from ftckpt.cli.answers import Answer, Lines, alarming
 from ftckpt.cli.check_host import arena_problem, host_checks
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.cli.options import add_arena, add_node_memory, size_of
-from ftckpt.errors import ConfigError, FtckptError, in_words
+from ftckpt.errors import FtckptError, in_words
 from ftckpt.model import codec
 from ftckpt.model.text import aligned, listed
 
 _AREAS = ("host", "device", "network")
 
 
-def add_check(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser(
-        "check", help="test whether machines meet a job's requirements; launch it like the job; status 1: they do not"
-    )
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     add_arena(parser)
     add_node_memory(parser, "memory that a node needs, from ftckpt plan, such as 400GiB; fails if it has less")
     size, text = size_of("--size", "1MiB"), "state to copy from a device (default: %(default)s)"
@@ -43,31 +39,27 @@ def add_check(commands: Any) -> None:
         "--smp-listen", default="", metavar="ADDRESS", help="the address for other nodes, as --ftckpt-smp-listen"
     )
     parser.add_argument("--rack", default="", metavar="LABEL", help="this node's rack, as --ftckpt-rack")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the table and returns the exit status, 1 if any check failed."""
-    if arguments.json is not None and int(os.environ.get("RANK", "0")) == 0:
-        _require_writable(arguments.json)
-    begin, rank, site, found = time.time(), int(os.environ.get("RANK", "0")), None, list[CheckResult]()
+def run_check(arguments: argparse.Namespace) -> Lines:
+    """The results of all checks, on rank 0; status 1: one failed."""
+    begin, rank, site = time.time(), int(os.environ.get("RANK", "0")), None
     try:
         site = _site(arguments)
     except RuntimeError as error:
-        _report(found, _group_lost(error))
+        found = [_group_lost(error)]
+        yield _line(found[0])
     else:
-        _run_checks(arguments, site, found)
+        found = yield from _run_checks(arguments, site)
     everything = {rank: found} if site is None else site.collect(found)
     try:
-        if site is None or rank == 0:
-            _show(everything, alone=site is None)
-        if arguments.json is not None and rank == 0:
-            arguments.json.write_text(json.dumps(_as_json(everything, begin), indent=1) + "\n")
+        if rank == 0 or len(everything) == 1:  # of a lost group, each rank shows its own
+            yield from _summary(everything, alone=site is None)
+        has_failed = any(one.state == FAILED for of_rank in everything.values() for one in of_rank)
+        yield Answer(as_json(everything, begin) if rank == 0 else None, int(has_failed))
     finally:
         if site is not None:
             site.leave()
-    return int(any(one.state == FAILED for of_rank in everything.values() for one in of_rank))
 
 
 def _site(arguments: argparse.Namespace) -> Any:
@@ -79,19 +71,20 @@ def _site(arguments: argparse.Namespace) -> Any:
     return LaunchedRanks(arguments.smp_listen, arguments.rack)
 
 
-def _run_checks(arguments: argparse.Namespace, site: Any, found: list[CheckResult]) -> None:
-    """Runs the checks and appends each result to ``found``, so that an error keeps the earlier ones."""
+def _run_checks(arguments: argparse.Namespace, site: Any) -> Generator[str, None, list[CheckResult]]:
+    """The results of all checks; an error keeps the earlier ones. Of a single process, a line for each at once."""
+    found: list[CheckResult] = []
     try:
         for finding in _checks(arguments, arguments.only or _AREAS, site):
+            found.append(finding)
             if site is None:
-                _report(found, finding)
-            else:
-                found.append(finding)
+                yield _line(finding)
     except (RuntimeError, OSError, FtckptError) as error:
         if site is None:
             raise
         found.append(_group_lost(error))
         site.group.give_up(in_words(error))  # else the others wait for this rank until their deadline
+    return found
 
 
 def _group_lost(error: Exception) -> CheckResult:
@@ -99,21 +92,9 @@ def _group_lost(error: Exception) -> CheckResult:
     return CheckResult("network", "ranks", FAILED, in_words(error), how)
 
 
-def _report(found: list[CheckResult], finding: CheckResult) -> None:
-    found.append(finding)
-    print(f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}", flush=True)
-
-
-def _require_writable(path: Path) -> None:
-    """Raises ConfigError early: a check takes minutes, and its result must not be lost for a bad path."""
-    is_new = not path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}; name another file") from None
-    if is_new:  # an aborted check leaves no empty file
-        path.unlink()
+def _line(finding: CheckResult) -> str:
+    text = f"{finding.state:8}{finding.area}: {finding.name}: {finding.text}"
+    return alarming(text) if finding.state == FAILED else text
 
 
 def _checks(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> Iterator[CheckResult]:
@@ -140,8 +121,8 @@ def _checks(arguments: argparse.Namespace, areas: Sequence[str], site: Any) -> I
             yield from site.checks(None if any(without) else arguments.arena)
 
 
-def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
-    """Prints a row per check: the worst result of all ranks, and the ranks that have it."""
+def _summary(everything: dict[int, list[CheckResult]], alone: bool) -> Iterator[str]:
+    """A row per check: the worst result of all ranks, and the ranks that have it; then remedies and counts."""
     worst = {state: place for place, state in enumerate((FAILED, WARNED, SKIPPED, PASSED))}
     by_name: dict[tuple[str, str], list[tuple[int, CheckResult]]] = {}
     for rank, found in everything.items():
@@ -154,16 +135,17 @@ def _show(everything: dict[int, list[CheckResult]], alone: bool) -> None:
         those = [(rank, one) for rank, one in results if one.state == state]
         rows.append((state.upper(), area, name, listed([str(rank) for rank, _ in those], 4), those[0][1].text))
         if state in (FAILED, WARNED) and (remedy := those[0][1].remedy):
-            remedies.append(f"{state.upper()} {area}, {name}: {remedy}")
+            text = f"{state.upper()} {area}, {name}: {remedy}"
+            remedies.append(alarming(text) if state == FAILED else text)
     if not alone:
-        print(aligned(rows, len(rows[0])))
-    for remedy in remedies:
-        print(remedy)
+        yield aligned(rows, len(rows[0]))
+    yield from remedies
     counts = {state: sum(row[0] == state.upper() for row in rows) for state in (PASSED, WARNED, FAILED, SKIPPED)}
-    print(", ".join(f"{number} {state}" for state, number in counts.items()))
+    yield ", ".join(f"{number} {state}" for state, number in counts.items())
 
 
-def _as_json(everything: dict[int, list[CheckResult]], begin: float) -> dict[str, Any]:
+def as_json(everything: dict[int, list[CheckResult]], begin: float) -> dict[str, Any]:
+    """The object that ``--json`` prints."""
     environment = {
         "time": begin,
         "secs": round(time.time() - begin, 3),

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
+from os import _exit as exit_now
 from pathlib import Path
 
 from ftckpt.capture.affinity import format_cores, num_nodes
@@ -117,7 +118,7 @@ def _locks(arena: Path) -> Result:
                     fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     code = 0
-            os._exit(code)
+            exit_now(code)
         _, status = os.waitpid(child, 0)
     if status == 0:
         return passed("locks hold between processes")

@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from ftckpt.capture.affinity import format_cores, parse_cores
 from ftckpt.cli.check_pairs import NodeFacts, pair_checks
-from ftckpt.cli.findings import FAILED, SKIPPED, CheckResult, Result, failed, passed, warned
+from ftckpt.cli.findings import SKIPPED, CheckResult, Result, failed, passed, warned
 from ftckpt.errors import FtckptError
 from ftckpt.frameworks.launcher import node_name
 from ftckpt.group import Group
-from ftckpt.memory.directory import leave_word, node_directory, read_word, remove_tree
-from ftckpt.model.codec import decode, encode, gather
-from ftckpt.model.text import listed
-from ftckpt.notice import Notice
+from ftckpt.memory.atomic_files import read_link
+from ftckpt.memory.directory import TOKEN_NAME, node_directory, remove_tree, write_token
+from ftckpt.model.codec import gather
 from ftckpt.session.addresses import machine
 
 _AREA = "network"
@@ -32,7 +31,6 @@ _LOST_SECS = 1.5 * _GROUP_SECS
 """Time within which all ranks notice that their group is lost."""
 _MEETING_SECS = 600.0
 """Deadline for the device checks of all ranks: each copy may take a minute to fail."""
-_POLL_SECS = 0.2
 _MOST_SKEW_SECS = 1.0
 
 
@@ -110,10 +108,10 @@ class LaunchedRanks:
         try:
             try:
                 node_dir = node_directory(arena, job, self.me.node)
-                left = leave_word(node_dir) if self.leads else ""
+                left = write_token(node_dir) if self.leads else ""
             finally:
                 words = gather(self.group, left, str)
-            if read_word(node_dir) != words[self.nodes[self.me.node].first]:
+            if read_link(node_dir / TOKEN_NAME) != words[self.nodes[self.me.node].first]:
                 problem = f"{node_dir.parent.parent} of rank {self.rank} is not that of its node's first rank"
         except (FtckptError, OSError) as error:  # reported after the next collective, in which the others are
             problem = str(error)
@@ -126,43 +124,15 @@ class LaunchedRanks:
         return passed(f"{len(self.cores)} rank(s) of node {self.me.node} share one directory")
 
     def collect(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
-        """The results of all ranks, by rank. If the group is lost, rank 0 reads them from the job's store, and each
-        other rank has its own only."""
+        """The results of all ranks, by rank; if the group is lost, this rank's alone."""
         try:
             return dict(enumerate(gather(self.group, found, list[CheckResult])))
         except RuntimeError:
-            pass
-        if self.rank == 0:
-            return self._posted(found)
-        self._notice(f"found/{self.rank}").post(encode(found).decode())
-        return {self.rank: found}
-
-    def _posted(self, found: list[CheckResult]) -> dict[int, list[CheckResult]]:
-        """``found`` and the results that other ranks have posted in the job's store, and the ranks without any."""
-        everything, end = {0: found}, time.monotonic() + _LOST_SECS
-        # One notice per rank: each queries an unreachable store at most once.
-        silent = {rank: self._notice(f"found/{rank}") for rank in range(1, self.group.size)}
-        while silent and time.monotonic() < end:
-            for rank, notice in list(silent.items()):
-                with suppress(ValueError):  # not posted yet, or the store is unreachable
-                    everything[rank] = decode(notice.read().encode(), list[CheckResult])
-                    del silent[rank]
-                if time.monotonic() >= end:
-                    break
-            time.sleep(_POLL_SECS)
-        if silent:
-            text = f"{len(silent)} of {self.group.size} ranks sent nothing: {listed(list(map(str, silent)), 4)}"
-            nodes = listed(sorted({self.ranks[rank].node for rank in silent}), 4)
-            found.append(CheckResult(_AREA, "told nothing", FAILED, f"{text}, of {nodes}", "see their logs"))
-        return everything
+            return {self.rank: found}
 
     def leave(self) -> None:
-        """Waits until rank 0 has printed the results: a launcher ends all ranks once one has failed."""
-        shown, end = self._notice("shown"), time.monotonic() + 2 * _LOST_SECS
-        if self.rank == 0:
-            shown.post("all of it")
-        while self.rank and not shown.read() and time.monotonic() < end:
-            time.sleep(_POLL_SECS)
-
-    def _notice(self, what: str) -> Notice:
-        return Notice(f"{self.group.name}/check/{what}")
+        """Waits until all ranks have printed what they have to: a launcher ends all ranks once one has failed."""
+        try:
+            self.group.gather(b"")
+        except RuntimeError:
+            time.sleep(_LOST_SECS)

@@ -1,36 +1,27 @@
-"""``ftckpt clean``: deletes this node's arenas of a job that does not run."""
+"""``ftckpt clean``: deletes this node's arenas of a job that does not run, and stops its SMP."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any
 
-from ftckpt.cli.job_nodes import job_directory, jobs_in
-from ftckpt.cli.options import add_arena
+from ftckpt.cli.answers import Answer, Lines, warn
+from ftckpt.cli.targets import add_job, job_at, job_directory, unknown_job
 from ftckpt.memory.directory import clean_job
 
 
-def add_clean(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser(
-        "clean", help="delete this node's arenas of a job that does not run, and stop its SMP"
-    )
-    parser.add_argument("job", help="name of the job")
-    add_arena(parser)
-    parser.set_defaults(run=run)
+def add_clean(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    add_job(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Deletes the arenas and returns the exit status, 1 if the job is unknown. Raises ArenaError if it runs."""
-    is_there = job_directory(arguments.arena, arguments.job).exists()
-    removed = clean_job(arguments.arena, arguments.job, lambda line: print(line, file=sys.stderr))
-    for path in removed:
-        print(f"removed {path}")
+def run_clean(arguments: argparse.Namespace) -> Lines:
+    """Deletes the arenas; status 1: the job is unknown. Raises ArenaError if it runs."""
+    root, job = job_at(arguments.job, arguments.arena)
+    is_there = job_directory(root, job).exists()
+    removed = list(map(str, clean_job(root, job, lambda line: warn(line.removeprefix("ftckpt: ")))))
+    yield from (f"removed {path}" for path in removed)
     if not is_there:
-        jobs = ", ".join(jobs_in(arguments.arena)) or "none"
-        text = f"no memory of job {arguments.job!r} under {arguments.arena}; jobs there: {jobs}"
-        print(f"ftckpt: {text}", file=sys.stderr)
+        warn(str(unknown_job(root, job)))
     elif not removed:
-        print(f"no arenas of job {arguments.job!r} under {arguments.arena}")
-    return int(not is_there)
+        yield f"no arenas of job {job!r} under {root}"
+    yield Answer({"job": job, "removed": removed}, int(not is_there))

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import re
 import resource
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from os import _exit as exit_now
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ftckpt.cli.options import size_of
+from ftckpt.cli.answers import Answer, Lines, Progress
+from ftckpt.cli.options import add_arena, size_of
+from ftckpt.cli.targets import memory_at
 from ftckpt.errors import ConfigError
 from ftckpt.model.layouts import layout_name
 from ftckpt.model.text import human
+from ftckpt.persist_setting import PERSIST_FORMATS
 
 if TYPE_CHECKING:
     from ftckpt.universal.conversion import Conversion, Options
     from ftckpt.universal.language.spec import Spec
 
-FORMATS = ("universal", "deepspeed-universal", "megatron-dist", "safetensors")
 _INTERRUPTED = 130
 """The exit status that shells give a command ended by Ctrl-C."""
-# Between lines of progress without a terminal.
-_LINE_SECS = 5.0
 
 
-def add_convert(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("convert", help="convert a checkpoint to a format that any layout loads")
-    parser.add_argument("source", nargs="+", type=Path, metavar="SRC", help="checkpoint, or directories with arenas")
+def add_convert(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    text = "checkpoint or storage; or a job's name, or directories with arenas, of each node"
+    parser.add_argument("source", nargs="+", metavar="SRC", help=text)
     parser.add_argument("destination", type=Path, metavar="DST", help="new directory; DST.partial until complete")
-    parser.add_argument("--to", choices=FORMATS, default="universal", help="format of DST (default: %(default)s)")
+    parser.add_argument(
+        "--to", choices=PERSIST_FORMATS[1:], default="universal", help="format of DST (default: %(default)s)"
+    )
     parser.add_argument("--spec", metavar="FILE|NAME", help="where parameters are, if not in the checkpoint")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the specification"
@@ -53,18 +54,18 @@ def add_convert(commands: Any) -> None:
     parser.add_argument(
         "--background", action="store_true", help="run at the lowest CPU and disk priority, until standard input ends"
     )
-    parser.set_defaults(run=run)
+    add_arena(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Converts and returns the exit status. Raises ConfigError or ConvertError."""
+def run_convert(arguments: argparse.Namespace) -> Lines:
+    """Converts. Raises ConfigError or ConvertError."""
     if arguments.background:
         _stay_behind()
+    arguments.source = [memory_at(one, arguments.arena) or Path(one) for one in arguments.source]
     try:
-        _run(arguments)
+        yield from _run(arguments)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("the same command resumes where this one stopped") from None
-    return 0
 
 
 def _stay_behind() -> None:
@@ -82,12 +83,13 @@ def _end_with_input() -> None:
     # The starting process never writes to this pipe; it reads as ended once that process exits, even if killed.
     while os.read(0, 4096):
         pass
-    os._exit(_INTERRUPTED)
+    exit_now(_INTERRUPTED)
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> Lines:
     # Imported late, as in other functions: torch takes seconds to load, and ``--help`` does not need it.
     from ftckpt.universal.conversion import prepare
+    from ftckpt.universal.conversion import run as run_conversion
     from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
 
     options = _options(arguments)
@@ -95,14 +97,20 @@ def _run(arguments: argparse.Namespace) -> None:
     with closing(open_reader(arguments.source, ReadOptions(spec, arguments.iteration, options.roles))) as reader:
         writer = open_writer(arguments.destination, arguments.to, arguments.max_file)
         conversion = prepare(reader, writer, options)
-        for line in _described(conversion, options, spec, arguments):
-            print(line)
+        yield from _described(conversion, options, spec, arguments)
+        names, destination = [unit.name for unit in conversion.units], str(arguments.destination)
+        value = {"destination": destination, "files": names, "bytes": conversion.nbytes, "written": False}
         if arguments.dry_run:
-            print("dry run: nothing was written")
+            yield "dry run: nothing was written"
+            yield Answer(value)
             return
-        _convert(conversion, options)
+        with Progress("writing", conversion.nbytes) as progress:
+            report = run_conversion(conversion, options, progress)
+        resumed = f", {report.resumed} of them from before" if report.resumed else ""
+        yield f"written {report.files} files{resumed}, {human(report.nbytes)} in {report.secs:.1f} s"
         if arguments.verify:
-            _verify(conversion, options, arguments.destination)
+            yield _verify(conversion, options, arguments.destination)
+        yield Answer({**value, "written": True, "verified": arguments.verify})
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -141,55 +149,18 @@ def _spec(arguments: argparse.Namespace) -> Spec | None:
     return Spec.load(arguments.spec, given)
 
 
-def _convert(conversion: Conversion, options: Options) -> None:
-    from ftckpt.universal.conversion import run as run_conversion
-
-    with _bar("writing", conversion.nbytes) as on_bytes:
-        report = run_conversion(conversion, options, on_bytes)
-    resumed = f", {report.resumed} of them from before" if report.resumed else ""
-    print(f"written {report.files} files{resumed}, {human(report.nbytes)} in {report.secs:.1f} s")
-
-
-def _verify(conversion: Conversion, options: Options, destination: Path) -> None:
+def _verify(conversion: Conversion, options: Options, destination: Path) -> str:
     from ftckpt.universal.formats import ReadOptions, open_reader
     from ftckpt.universal.verification import verify
 
     began = time.monotonic()
     with (
         closing(open_reader([destination], ReadOptions())) as written,
-        _bar("verifying", conversion.nbytes) as on_bytes,
+        Progress("verifying", conversion.nbytes) as progress,
     ):
-        tensors = verify(conversion, written, options.workers, on_bytes)
+        tensors = verify(conversion, written, options.workers, progress)
         also = "" if written.catalog.origin == "safetensors" else ", and all objects that both have"
-    print(f"verified {tensors} tensors against the source{also}, in {time.monotonic() - began:.1f} s")
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on stderr if that is a terminal and tqdm (extra "cli") is installed, else lines of progress."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield _lines(what, total)
-        return
-    from tqdm import tqdm
-
-    unit: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(desc=what, total=total, file=sys.stderr, **unit) as bar:
-        yield bar.update
-
-
-def _lines(what: str, total: int) -> Callable[[int], object]:
-    done, begun = 0, time.monotonic()
-    printed = begun
-
-    def update(nbytes: int) -> None:
-        nonlocal done, printed
-        done, now = done + nbytes, time.monotonic()
-        if now - printed >= _LINE_SECS:
-            printed = now
-            rate = human(int(done / (now - begun)))
-            print(f"ftckpt: {what}: {human(done)} of {human(total)}, {rate}/s", file=sys.stderr, flush=True)
-
-    return update
+    return f"verified {tensors} tensors against the source{also}, in {time.monotonic() - began:.1f} s"
 
 
 def _described(

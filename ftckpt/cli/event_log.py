@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ftckpt.errors import EventLogError
 from ftckpt.event_file import with_older
-from ftckpt.model.text import listed
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 MOST_LINE_BYTES = 16 << 20
@@ -28,12 +27,13 @@ class LinePlace(NamedTuple):
 
 class EventLog:
     """The event files of one directory. ``num_broken`` counts unreadable lines, ``num_lost`` lines that were never
-    written; ``is_cut``: rotation has removed the first lines of some file."""
+    written; ``is_cut``: rotation has removed the first lines of some file. ``on_bytes`` is called with the size of
+    each line that is read."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, on_bytes: Callable[[int], object] = int) -> None:
         names = sorted(path.name for path in directory.iterdir() if path.suffix == ".jsonl" and is_log(path))
         numbers = {name: int(match[1]) for name in names if (match := _RANK_FILE.fullmatch(name))}
-        self.directory = directory
+        self.directory, self._on_bytes = directory, on_bytes
         self.rank_files = [directory / name for name in sorted(numbers, key=numbers.__getitem__)]
         self.other_files = [directory / name for name in names if name not in numbers]
         self.num_broken = self.num_lost = 0
@@ -63,6 +63,7 @@ class EventLog:
                     yield LinePlace(path, offset), fields
             # In bytes, for ``seek``: timelines are read again by their offsets.
             offset += len(line)
+            self._on_bytes(len(line))
 
     @property
     def notes(self) -> list[str]:
@@ -80,7 +81,7 @@ def is_log(path: Path) -> bool:
     return path.is_file()
 
 
-def event_logs(run: Path, remedy: str) -> list[EventLog]:
+def event_logs(run: Path, remedy: str, on_bytes: Callable[[int], object] = int) -> list[EventLog]:
     """The logs at or below ``run``; errors name ``remedy``, the way to get logs.
 
     Raises:
@@ -92,13 +93,7 @@ def event_logs(run: Path, remedy: str) -> list[EventLog]:
     directories = [directory for directory, names in found.items() if any(is_log(directory / name) for name in names)]
     if not directories:
         raise EventLogError(f"{run}: no event logs (rank0.jsonl and so on); {remedy}")
-    return [EventLog(directory) for directory in directories]
-
-
-def note_of_choice(chosen: EventLog, others: set[str]) -> list[str]:
-    """A note about the other directories with events, if any."""
-    names = sorted(others - {str(chosen.directory)})
-    return [f"taken from {chosen.directory}, the newest; there are also {listed(names)}"] if names else []
+    return [EventLog(directory, on_bytes) for directory in directories]
 
 
 _MAX_NUMBER = 1e15

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ftckpt.cli.attempts import Age
-from ftckpt.cli.history import BlockedTime
 from ftckpt.cli.recovery import PARTS, Losses, Recovery, ascending_runs
 from ftckpt.cli.timeline import IDLE, Copy, RankTimeline, Timeline
 
@@ -34,18 +32,26 @@ copy       #e08a00  copy of the snapshot
 _SPAN_COLORS = {line.split()[0]: line.split()[1] for line in _SPANS.strip().splitlines()}
 _SPAN_NAMES = {line.split()[0]: line.split(maxsplit=2)[2] for line in _SPANS.strip().splitlines()}
 _MAX_RANKS = 64
-_MAX_NUMBERED = 16
-"""Up to so many ranks micro-batches are numbered."""
 
 
-def losses(own: Losses, reference: Losses, names: tuple[str, str], restarts: Sequence[Recovery]) -> bytes:
-    """The training loss of the run above that of a reference, by iteration."""
-    figure, axes = _axes("loss", restarts)
-    if reference:
-        axes.plot(*zip(*reference, strict=True), color="#b9c6d8", linewidth=7, label=names[1])
-    for number, run in enumerate(ascending_runs(own)):
-        label = names[0] if number == 0 else None
-        axes.plot(*zip(*run, strict=True), color="#1f5fbf", marker="." if len(own) < 200 else None, label=label)
+class Curve(NamedTuple):
+    """Points by iteration, with an argument of matplotlib's ``plot`` for their style."""
+
+    label: str
+    color: str
+    points: Losses
+    style: Mapping[str, Any] = {}
+
+
+def curves(unit: str, found: Sequence[Curve], restarts: Sequence[Recovery], from_zero: bool = True) -> bytes:
+    """Curves over iterations; where training rolled back, a curve starts again."""
+    figure, axes = _axes(unit, restarts)
+    for one in found:
+        for number, run in enumerate(ascending_runs(one.points)):
+            label = one.label if number == 0 else None
+            axes.plot(*zip(*run, strict=True), color=one.color, label=label, **one.style)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     return _png(figure, axes)
 
 
@@ -66,50 +72,12 @@ def restart_times(restarts: Sequence[Recovery]) -> bytes:
     return _png(figure, axes, len(PARTS))
 
 
-def blocked(times: Mapping[int, BlockedTime], restarts: Sequence[Recovery]) -> bytes:
-    """The time for which snapshots blocked training, by iteration."""
-    figure, axes = _axes("milliseconds", restarts)
-    iterations = list(times)
-    boundary, fence, slowest = (
-        [getattr(one, part) * 1e3 for one in times.values()] for part in ("boundary", "fence", "slowest")
-    )
-    width = min(9.0, max(0.6, 500 / len(times)))
-    axes.vlines(iterations, 0, slowest, "#d5dce6", linewidth=width, label="slowest rank")
-    axes.vlines(iterations, 0, boundary, "#1f5fbf", linewidth=width * 0.6, label="at the boundary, median rank")
-    tops = [one + more for one, more in zip(boundary, fence, strict=True)]
-    axes.vlines(iterations, boundary, tops, "#e0a100", linewidth=width * 0.6, label="in the fence, median rank")
-    axes.set_ylim(bottom=0)
-    return _png(figure, axes)
-
-
-def ages(found: Sequence[Age], restarts: Sequence[Recovery]) -> bytes:
-    """The ages of the newest committed, protected and persisted snapshots at each boundary."""
-    figure, axes = _axes("iterations", restarts)
-    _count_whole(axes.yaxis)
-    colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
-    for name, color in colors.items():
-        points = [(age.iteration, getattr(age, name)) for age in found if getattr(age, name) is not None]
-        for number, run in enumerate(ascending_runs(points)):
-            label = f"newest {name}" if number == 0 else None
-            axes.plot(*zip(*run, strict=True), color=color, label=label, drawstyle="steps-mid")
-    axes.set_ylim(bottom=0)
-    return _png(figure, axes)
-
-
-def protection_lags(lags: Losses, restarts: Sequence[Recovery]) -> bytes:
-    """The time from the boundary of each snapshot until it was protected."""
-    figure, axes = _axes("seconds", restarts)
-    axes.plot(*zip(*lags, strict=True), ".", color="#7c4dbd", label="until protected")
-    axes.set_ylim(bottom=0)
-    return _png(figure, axes)
-
-
 def timeline(found: Timeline) -> bytes:
     """The compute spans and copies of one iteration, two lanes for each rank."""
     from matplotlib.patches import Patch
 
     ranks = shown(found)
-    figure, axes = _figure(1.3 + max(2.0, (0.5 if len(ranks) <= _MAX_NUMBERED else 0.2) * len(ranks)))
+    figure, axes = _figure(1.3 + max(2.0, (0.5 if len(ranks) <= 16 else 0.2) * len(ranks)))
     kinds: Counter[str] = Counter()
     for row, rank in enumerate(ranks):
         for kind, bars in _bars(found, rank).items():
@@ -118,8 +86,6 @@ def timeline(found: Timeline) -> bytes:
             # Edges make spans shorter than a pixel visible.
             edge = "white" if kind in ("forward", "backward") else _SPAN_COLORS[kind]
             axes.broken_barh(bars, lane, facecolor=_SPAN_COLORS[kind], edgecolor=edge, linewidth=0.5)
-        if len(ranks) <= _MAX_NUMBERED:
-            _number(axes, found, rank, row)
     axes.set_yticks(range(len(ranks)), [f"{rank.rank}  {rank.label}" for rank in ranks])
     axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.set_xlabel("milliseconds since the earliest boundary")
@@ -159,17 +125,6 @@ def _bars(found: Timeline, rank: RankTimeline) -> dict[str, list[tuple[float, fl
     for copy in merged(rank.copies, rank.secs / 2000):
         bars["copy"].append(((shift + copy.begin) * 1e3, (copy.end - copy.begin) * 1e3))
     return {kind: found for kind, found in sorted(bars.items(), key=lambda one: one[0] == "stop") if found}
-
-
-def _number(axes: Axes, found: Timeline, rank: RankTimeline, row: int) -> None:
-    """Writes the number of each micro-batch into its forward and backward."""
-    seen: Counter[str] = Counter()
-    for span in rank.spans:
-        if span.kind in ("forward", "backward") and span.end - span.begin > rank.secs / 60:
-            seen[span.kind] += 1
-            middle = (rank.begin - found.origin + (span.begin + span.end) / 2) * 1e3
-            color = "white" if span.kind == "backward" else "#10233f"
-            axes.text(middle, row - 0.11, str(seen[span.kind]), color=color, ha="center", va="center", fontsize=7)
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:

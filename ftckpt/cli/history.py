@@ -10,29 +10,30 @@ import json
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ftckpt.cli.attempts import Age, Attempt
+from ftckpt.cli.attempts import Age, Attempt, TimelinePlace
 from ftckpt.cli.event_log import (
     MOST_LINE_BYTES,
     EventLog,
+    LinePlace,
     count,
     event_logs,
     is_log,
-    note_of_choice,
     parse_line,
     whole_number,
 )
 from ftckpt.cli.recovery import Evidence, FaultNote, Losses, Recovery, recoveries
+from ftckpt.cli.timeline import parse_rank
 from ftckpt.events import EVENTS
+from ftckpt.model.text import listed
 
 Line = Mapping[str, Any]
 
-_REMEDY = "run with --ftckpt-events DIR"
 _MAX_RANKS = 64
 """Ranks whose blocked times are stored: enough for a median."""
 _MAX_DETAIL = 240
@@ -61,20 +62,21 @@ class Alarm:
 
 @dataclass
 class RunHistory:
-    """The history of a run. ``losses``: (iteration, loss) in the order of the log."""
+    """The history of a run. ``losses``: (iteration, loss) in the order of the log. ``blocked``: the cost of snapshots
+    by iteration; of an iteration trained again, that of the last attempt."""
 
     directory: Path
     began_at: float
-    job: str
-    attempts: list[Attempt]
-    restarts: list[Recovery]
-    blocked: dict[int, BlockedTime]
-    iteration_secs: float
-    protection: Line | None
-    alarms: dict[str, Alarm]
-    losses: Losses
-    conditions: list[Line]
-    notes: list[str]
+    job: str = ""
+    attempts: list[Attempt] = field(default_factory=list)
+    restarts: list[Recovery] = field(default_factory=list)
+    blocked: dict[int, BlockedTime] = field(default_factory=dict)
+    iteration_secs: float = 0.0
+    protection: Line | None = None
+    alarms: dict[str, Alarm] = field(default_factory=lambda: defaultdict(Alarm))
+    losses: Losses = field(default_factory=list)
+    conditions: list[Line] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def failures(self) -> list[Recovery]:
@@ -93,37 +95,23 @@ class RunHistory:
             on_storage.update(attempt.persisted)
 
 
-def read_history(run: Path) -> RunHistory:
+def read_history(run: Path, on_bytes: Callable[[int], object] = int) -> RunHistory:
     """The history of the run whose event logs are at or below ``run``; of several, the run that started last.
 
     Raises:
         EventLogError: no such directory, or no event logs in it.
     """
-    logs = event_logs(run, _REMEDY)
-    log = max(logs, key=_began_at)
-    reader = _Reader(log)
-    for number, path in enumerate(log.rank_files):
-        reader.read_rank(path, is_sampled=number % math.ceil(len(log.rank_files) / _MAX_RANKS) == 0)
-    attempts = reader.sorted_attempts()
-    for path in log.other_files:
-        reader.read_other(path, attempts)
-    losses, num_odd = read_losses([log.directory, log.directory.parent, run])
-    restarts = list(recoveries(attempts, losses, reader.evidence))
-    notes = note_of_choice(log, {str(other.directory) for other in logs})
-    return RunHistory(
-        directory=log.directory,
-        began_at=_began_at(log),
-        job=reader.job,
-        attempts=attempts,
-        restarts=restarts,
-        blocked=reader.blocked_by_iteration(),
-        iteration_secs=median(reader.iteration_secs) if reader.iteration_secs else 0.0,
-        protection=reader.protection,
-        alarms=reader.alarms,
-        losses=losses,
-        conditions=list(reader.conditions.values()),
-        notes=[*notes, *reader.notes(attempts, num_odd), *log.notes],
-    )
+    logs = {log: _began_at(log) for log in event_logs(run, "run with --ftckpt-events DIR", on_bytes)}
+    log = max(logs, key=logs.__getitem__)
+    history = RunHistory(log.directory, logs[log])
+    if others := sorted(str(other.directory) for other in logs if other is not log):
+        history.notes.append(f"taken from {log.directory}, the newest; there are also {listed(others)}")
+    history.losses, num_odd = read_losses([log.directory, log.directory.parent, run])
+    _Reader(log, history).read()
+    if num_odd:
+        history.notes.append(f"{num_odd} logged losses are not finite and not drawn")
+    history.notes += log.notes
+    return history
 
 
 def read_losses(directories: Iterable[Path]) -> tuple[Losses, int]:
@@ -154,96 +142,6 @@ def _began_at(log: EventLog) -> float:
     return next((float(time) for time in times if isinstance(time, int | float)), 0.0)
 
 
-class _Reader:
-    """Reads the files of one log into attempts and other facts."""
-
-    def __init__(self, log: EventLog) -> None:
-        self._log = log
-        self.attempts: dict[str, Attempt] = defaultdict(Attempt)
-        self.blocked: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
-        self.evidence = Evidence()
-        self._shards: dict[str, int] = {}
-        self.job = ""
-        self.iteration_secs: list[float] = []
-        self.protection: Line | None = None
-        self.alarms: dict[str, Alarm] = defaultdict(Alarm)
-        self.conditions: dict[str, Line] = {}
-
-    def sorted_attempts(self) -> list[Attempt]:
-        # By time: lineages are random, and a rank's file may lack some attempts.
-        return sorted(self.attempts.values(), key=lambda attempt: attempt.restored_at)
-
-    def read_rank(self, path: Path, is_sampled: bool) -> None:
-        """Reads a rank's file; ``is_sampled``: including blocked times."""
-        rank = _RankFile(self, int(path.stem.removeprefix("rank")), is_sampled)
-        self._read(path, rank.take)
-        self.evidence.fruitless += rank.fruitless()
-
-    def read_other(self, path: Path, attempts: Sequence[Attempt]) -> None:
-        """Reads the file of an SMP, or faults and ends noted by another program."""
-        begins = [attempt.joined_at for attempt in attempts]
-
-        def take(line: Line) -> None:
-            # An SMP outlives attempts and does not know their lineages: its events are assigned by time.
-            place = bisect_right(begins, line["time"]) - 1
-            if line["event"] == "fault":
-                self.evidence.faults.append(_fault_note(line))
-            elif line["event"] == "ended":
-                self.evidence.gone_at[whole_number(line["pid"])] = line["time"]
-            elif line["event"] == "checked" and place >= 0:
-                snapshot = attempts[place].snapshots[whole_number(line["iteration"])]
-                # A bit per shard: sets would take memory for ranks times iterations.
-                snapshot.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
-                snapshot.checked_at = max(snapshot.checked_at, line["time"])
-
-        self._read(path, take)
-
-    def _read(self, path: Path, take: Callable[[Line], None]) -> None:
-        for _, line in self._log.lines(path):
-            try:
-                time = line["time"] + 0.0
-                take(line)
-                if (kind := EVENTS.get(line["event"])) is not None and kind.loud:
-                    self._alarm(line, time)
-            except (KeyError, TypeError, ValueError, AttributeError):
-                self._log.num_broken += 1
-
-    def _alarm(self, line: Line, time: float) -> None:
-        alarm = self.alarms[str(line["event"])]
-        alarm.num += 1
-        alarm.who.add(str(line.get("process", f"rank {line.get('rank')}")))
-        if time < alarm.first_at:
-            text = json.dumps({name: value for name, value in line.items() if name not in _WHO}, ensure_ascii=False)
-            alarm.first_at, alarm.detail = time, text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
-
-    def notes(self, attempts: Sequence[Attempt], num_odd_losses: int) -> Iterator[str]:
-        """Notes about facts that the other fields of a history do not have."""
-        last_start = attempts[-1].joined_at if attempts else 0.0
-        for note in self.evidence.faults:
-            if note.time > last_start:
-                yield f"no attempt followed fault {note.name}"
-        refused = {
-            rank
-            for rank, time in self.evidence.fruitless
-            if any(one.joined_at < time < one.last_signs.get(rank, 0.0) for one in attempts)
-        }
-        if refused:
-            yield f"a launch during an attempt was refused on {count(len(refused), 'rank')}"
-        if num_odd_losses:
-            yield f"{num_odd_losses} logged losses are not finite and not drawn"
-
-    def blocked_by_iteration(self) -> dict[int, BlockedTime]:
-        """The cost of snapshots by iteration; for an iteration trained again, that of the last attempt."""
-        return {
-            iteration: BlockedTime(
-                median(boundary for boundary, _ in ranks.values()),
-                median(fence for _, fence in ranks.values()),
-                max(map(sum, ranks.values())),
-            )
-            for iteration, ranks in sorted(self.blocked.items())
-        }
-
-
 @dataclass
 class _Start:
     """One call of restore() in one process of a rank, and the attempt that it belongs to."""
@@ -253,37 +151,122 @@ class _Start:
     rebuilt: list[Line] = field(default_factory=list)
     layout: str = ""
     has_passed: bool = False
+    first_snapshot: int | None = None
     fence_secs: float = 0.0
 
 
-class _RankFile:
-    """Reads one rank's file. It has several attempts, and a refused start may write concurrently with a running one:
-    the pid assigns lines to starts."""
+class _Reader:
+    """Reads the files of one log into a history.
 
-    def __init__(self, reader: _Reader, rank: int, is_sampled: bool) -> None:
-        self._reader, self._rank, self._is_sampled = reader, rank, is_sampled
+    A rank's file has several attempts, and a refused start may write concurrently with a running one: the pid assigns
+    lines to starts. ``_on_`` methods take events of a start, ``_in_`` methods those of one that has restored.
+    """
+
+    def __init__(self, log: EventLog, history: RunHistory) -> None:
+        self._log, self._history = log, history
+        self._attempts: dict[str, Attempt] = defaultdict(Attempt)
+        self._blocked: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+        self._iteration_secs: list[float] = []
+        self._conditions: dict[str, Line] = {}
+        self._evidence = Evidence()
+        self._shards: dict[str, int] = {}
+        self._rank, self._is_sampled = 0, True
         self._starts: dict[int, _Start] = {}
-        self._all: list[_Start] = []
 
-    def fruitless(self) -> Iterator[tuple[int, float]]:
-        """The starts that did not restore, by rank and time."""
-        return ((self._rank, start.joined["time"]) for start in self._all if start.attempt is None)
+    def read(self) -> None:
+        """Reads all files."""
+        history, files = self._history, self._log.rank_files
+        for number, path in enumerate(files):
+            self._rank, self._starts = int(path.stem.removeprefix("rank")), {}
+            self._is_sampled = number % math.ceil(len(files) / _MAX_RANKS) == 0
+            self._read(path, self._take)
+            for start in self._starts.values():
+                self._end(start)
+        # By time: lineages are random, and a rank's file may lack some attempts.
+        history.attempts = sorted(self._attempts.values(), key=lambda attempt: attempt.restored_at)
+        for path in self._log.other_files:
+            self._read(path, self._take_other)
+        history.restarts = list(recoveries(history.attempts, history.losses, self._evidence))
+        history.conditions = list(self._conditions.values())
+        history.iteration_secs = median(self._iteration_secs) if self._iteration_secs else 0.0
+        for iteration, ranks in sorted(self._blocked.items()):
+            boundary, fence = (median(secs) for secs in zip(*ranks.values(), strict=True))
+            history.blocked[iteration] = BlockedTime(boundary, fence, max(map(sum, ranks.values())))
+        history.notes += self._notes()
 
-    def take(self, line: Line) -> None:
+    def _read(self, path: Path, take: Callable[[LinePlace, Line], None]) -> None:
+        for place, line in self._log.lines(path):
+            try:
+                time = line["time"] + 0.0
+                take(place, line)
+                if (kind := EVENTS.get(line["event"])) is not None and kind.loud:
+                    self._alarm(line, time)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                self._log.num_broken += 1
+
+    def _alarm(self, line: Line, time: float) -> None:
+        alarm = self._history.alarms[str(line["event"])]
+        alarm.num += 1
+        alarm.who.add(str(line.get("process", f"rank {line.get('rank')}")))
+        if time < alarm.first_at:
+            text = json.dumps({name: value for name, value in line.items() if name not in _WHO}, ensure_ascii=False)
+            alarm.first_at, alarm.detail = time, text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
+
+    def _notes(self) -> Iterator[str]:
+        """Notes about facts that the other fields of a history do not have."""
+        attempts = self._history.attempts
+        last_start = attempts[-1].joined_at if attempts else 0.0
+        yield from (f"no attempt followed fault {one.name}" for one in self._evidence.faults if one.time > last_start)
+        refused = {
+            rank
+            for rank, time in self._evidence.fruitless
+            if any(one.joined_at < time < one.last_signs.get(rank, 0.0) for one in attempts)
+        }
+        if refused:
+            yield f"a launch during an attempt was refused on {count(len(refused), 'rank')}"
+
+    def _take_other(self, _: LinePlace, line: Line) -> None:
+        """Takes an event of an SMP, or a fault or an end noted by another program."""
+        attempts = self._history.attempts
+        # An SMP outlives attempts and does not know their lineages: its events are assigned by time.
+        place = bisect_right([attempt.joined_at for attempt in attempts], line["time"]) - 1
+        if line["event"] == "fault":
+            ranks = tuple(map(whole_number, line.get("ranks", ())))
+            name, iteration = str(line["name"]), whole_number(line["iteration"])
+            note = FaultNote(line["time"] + 0.0, name, str(line.get("label", name)), iteration, ranks)
+            self._evidence.faults.append(note)
+        elif line["event"] == "ended":
+            self._evidence.gone_at[whole_number(line["pid"])] = line["time"]
+        elif line["event"] == "checked" and place >= 0:
+            snapshot = attempts[place].snapshots[whole_number(line["iteration"])]
+            # A bit per shard: sets would take memory for ranks times iterations.
+            snapshot.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
+            snapshot.checked_at = max(snapshot.checked_at, line["time"])
+
+    def _take(self, place: LinePlace, line: Line) -> None:
+        """Takes an event of a rank."""
         pid = whole_number(line["pid"])
         start = self._starts.get(pid)
         if start is None or (line["event"] == "joined" and line["time"] != start.joined["time"]):
+            if start is not None:
+                self._end(start)
             start = self._starts[pid] = _Start(line)
-            self._all.append(start)
-        handler = getattr(self, f"_on_{line['event']}", None)
-        if handler is not None:
-            handler(start, line)
-        if start.attempt is not None:
-            signs = start.attempt.last_signs
-            signs[self._rank] = max(line["time"], signs.get(self._rank, 0.0))
+        if (on_start := getattr(self, f"_on_{line['event']}", None)) is not None:
+            on_start(start, line)
+        if (attempt := start.attempt) is None:
+            return
+        attempt.last_signs[self._rank] = max(line["time"], attempt.last_signs.get(self._rank, 0.0))
+        if line["event"] == "timeline":
+            self._add_timeline(attempt, start, place, line)
+        elif (in_attempt := getattr(self, f"_in_{line['event']}", None)) is not None:
+            in_attempt(attempt, line)
+
+    def _end(self, start: _Start) -> None:
+        if start.attempt is None:
+            self._evidence.fruitless.append((self._rank, start.joined["time"]))
 
     def _on_joined(self, _: _Start, line: Line) -> None:
-        self._reader.job = str(line.get("job", self._reader.job))
+        self._history.job = str(line.get("job", self._history.job))
 
     def _on_rebuilt(self, start: _Start, line: Line) -> None:
         start.rebuilt.append(line)
@@ -293,7 +276,7 @@ class _RankFile:
             start.layout = f"{line['from']} → {line['to']}"
 
     def _on_restored(self, start: _Start, line: Line) -> None:
-        attempt = start.attempt = self._reader.attempts[str(line["lineage"])]
+        attempt = start.attempt = self._attempts[str(line["lineage"])]
         attempt.joined_at = max(attempt.joined_at, start.joined["time"])
         attempt.restored_at = max(attempt.restored_at, line["time"])
         attempt.start = None if line["iteration"] is None else whole_number(line["iteration"])
@@ -313,16 +296,17 @@ class _RankFile:
         start.fence_secs += line["blocked_secs"]
 
     def _on_snapshot(self, start: _Start, line: Line) -> None:
-        iteration, fence_secs = whole_number(line["iteration"]), start.fence_secs
-        self._pass_boundary(start, iteration, line["time"])
+        iteration = whole_number(line["iteration"])
+        if start.first_snapshot is None:
+            start.first_snapshot = iteration
         if start.attempt is not None and self._is_sampled:
             # The fence before this boundary belongs to the previous snapshot; both blocked this iteration.
-            self._reader.blocked[iteration][self._rank] = (line["blocked_secs"] + 0.0, fence_secs)
+            self._blocked[iteration][self._rank] = (line["blocked_secs"] + 0.0, start.fence_secs)
+        self._on_skipped(start, line)
 
     def _on_skipped(self, start: _Start, line: Line) -> None:
-        self._pass_boundary(start, whole_number(line["iteration"]), line["time"])
-
-    def _pass_boundary(self, start: _Start, iteration: int, time: float) -> None:
+        """Takes a boundary, with or without a snapshot."""
+        iteration, time = whole_number(line["iteration"]), line["time"]
         start.fence_secs = 0.0
         if (attempt := start.attempt) is None:
             return
@@ -333,41 +317,36 @@ class _RankFile:
             attempt.boundary_at = max(attempt.boundary_at, time)
         start.has_passed = True
 
-    def _on_copied(self, start: _Start, line: Line) -> None:
-        if start.attempt is None:
-            return
-        snapshot = start.attempt.snapshots[whole_number(line["iteration"])]
+    def _on_protection(self, _: _Start, line: Line) -> None:
+        last = self._history.protection
+        if last is None or line["time"] > last["time"]:
+            self._history.protection = line
+
+    def _on_conditions(self, _: _Start, line: Line) -> None:
+        self._conditions[str(line.get("node", self._rank))] = line
+
+    def _add_timeline(self, attempt: Attempt, start: _Start, place: LinePlace, line: Line) -> None:
+        rank = parse_rank(line)
+        is_warm = start.first_snapshot is not None and rank.iteration > start.first_snapshot
+        entry = TimelinePlace(rank.begin, is_warm, str(start.joined.get("node", "")), place)
+        attempt.timelines[rank.iteration][rank.rank] = entry
+
+    def _in_copied(self, attempt: Attempt, line: Line) -> None:
+        snapshot = attempt.snapshots[whole_number(line["iteration"])]
         snapshot.copied |= 1 << self._rank
         snapshot.copied_at = max(snapshot.copied_at, line["time"])
         if self._is_sampled:
-            self._reader.iteration_secs.append(line["secs"] + 0.0)
+            self._iteration_secs.append(line["secs"] + 0.0)
 
-    def _on_protected(self, start: _Start, line: Line) -> None:
-        if start.attempt is not None:
-            snapshot = start.attempt.snapshots[whole_number(line["iteration"])]
-            snapshot.protected_at = min(snapshot.protected_at, line["time"])
+    def _in_protected(self, attempt: Attempt, line: Line) -> None:
+        snapshot = attempt.snapshots[whole_number(line["iteration"])]
+        snapshot.protected_at = min(snapshot.protected_at, line["time"])
 
-    def _on_persisted(self, start: _Start, line: Line) -> None:
-        if start.attempt is not None:
-            snapshot = start.attempt.snapshots[whole_number(line["iteration"])]
-            snapshot.persisted_at = min(snapshot.persisted_at, line["time"])
+    def _in_persisted(self, attempt: Attempt, line: Line) -> None:
+        snapshot = attempt.snapshots[whole_number(line["iteration"])]
+        snapshot.persisted_at = min(snapshot.persisted_at, line["time"])
 
-    def _on_protection(self, _: _Start, line: Line) -> None:
-        if self._reader.protection is None or line["time"] > self._reader.protection["time"]:
-            self._reader.protection = line
-
-    def _on_conditions(self, _: _Start, line: Line) -> None:
-        self._reader.conditions[str(line.get("node", self._rank))] = line
-
-    def _on_closed(self, start: _Start, line: Line) -> None:
-        if start.attempt is not None:
-            start.attempt.closed.add(self._rank)
-            # Boundaries without a snapshot have no event: only this event has the rank's last iteration.
-            start.attempt.last_iteration = max(start.attempt.last_iteration, line["iteration"] + 0)
-
-
-def _fault_note(line: Line) -> FaultNote:
-    name = str(line["name"])
-    ranks = tuple(map(whole_number, line.get("ranks", ())))
-    label = str(line.get("label", name))
-    return FaultNote(line["time"] + 0.0, name, label, whole_number(line["iteration"]), ranks)
+    def _in_closed(self, attempt: Attempt, line: Line) -> None:
+        attempt.closed.add(self._rank)
+        # Boundaries without a snapshot have no event: only this event has the rank's last iteration.
+        attempt.last_iteration = max(attempt.last_iteration, line["iteration"] + 0)

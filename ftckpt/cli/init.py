@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from errno import EISDIR
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ftckpt
+from ftckpt.cli.answers import Answer, Lines
 from ftckpt.errors import ConfigError
-from ftckpt.memory.directory import fresh_name
+from ftckpt.memory.atomic_files import fresh_name
 
 
 class Kit(NamedTuple):
@@ -95,34 +96,26 @@ KITS = {
         ("promtool check rules {here}configs/monitoring/alerts.yaml",),
         needs="",
     ),
-    "patches": Kit(
-        "source patches of Megatron-LM, for sites without hooks at run time",
-        ("patches/*.patch", "patches/apply.sh"),
-        ("bash {here}patches/apply.sh --list", "bash {here}patches/apply.sh MEGATRON-LM"),
-        needs="",
-    ),
 }
 
 
-def add_init(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("init", help="write scripts and configurations that start a job")
+def add_init(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     kits = "; ".join(f"{name}: {kit.help}" for name, kit in KITS.items())
     parser.add_argument("kit", choices=KITS, metavar="KIT", help=kits)
     parser.add_argument("directory", type=Path, metavar="DIR", help="target directory; created if missing")
     parser.add_argument("--force", action="store_true", help="replace files that differ from ftckpt's")
-    parser.set_defaults(run=run_init)
 
 
 def shipped() -> Path:
-    """The parent of ``launch``, ``configs`` and ``patches``: in an installed package, or the root of a checkout."""
+    """The parent of ``launch`` and ``configs``: in an installed package, or the root of a checkout."""
     package = Path(ftckpt.__file__).parent
     inside = package / "shipped"
     return inside if inside.is_dir() else package.parent
 
 
-def run_init(arguments: argparse.Namespace) -> int:
-    """Writes the kit and prints the next steps.
+def run_init(arguments: argparse.Namespace) -> Lines:
+    """Writes the kit and names the next steps.
 
     Raises:
         ConfigError: other files have these names, or a file cannot be written; nothing was written.
@@ -141,12 +134,13 @@ def run_init(arguments: argparse.Namespace) -> int:
         )
     _write(root, to, names)
     for name in names:
-        print(f"{to / name}{' (was there)' if name in there and name not in other else ''}")
+        yield f"{to / name}{' (was there)' if name in there and name not in other else ''}"
     places = {"here": "" if to == Path(".") else shlex.quote(f"{to}/"), "root": shlex.quote(str(to.resolve()))}
-    print("\nNow, for example:\n" + "\n".join(f"  {command.format(**places)}" for command in kit.commands))
-    for sentence in filter(None, (kit.needs, kit.on_cpus)):
-        print(f"{sentence}.")
-    return 0
+    commands = [command.format(**places) for command in kit.commands]
+    yield "\nNow, for example:"
+    yield from (f"  {command}" for command in commands)
+    yield from (f"{sentence}." for sentence in (kit.needs, kit.on_cpus) if sentence)
+    yield Answer({"files": [str(to / name) for name in names], "commands": commands})
 
 
 def _write(root: Path, to: Path, names: Sequence[str]) -> None:

@@ -3,8 +3,6 @@ their SMPs, whose addresses and secret an SMP on this machine has stored."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -12,30 +10,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ftckpt.cli.targets import job_directory, jobs_in, node_names, unknown_job
 from ftckpt.errors import ArenaError, FtckptError, SmpError
-from ftckpt.memory.directory import PULSE_NAME, SMP_LOCK_NAME, job_node_path, list_arenas, list_directories, user_name
+from ftckpt.memory.directory import PULSE_NAME, SMP_LOCK_NAME, user_name
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.inventory import Inventory, NodeProtection, read_protection, take_inventory
-from ftckpt.memory.launch_record import RUNS_PREFIX
 from ftckpt.memory.locations import OpenArenas
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.memory_limits import used_bytes
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.decide import Query
-from ftckpt.setting_checks import is_name
-from ftckpt.smp.channel import Deadlines, Trust, connect
+from ftckpt.smp.channel import Trust
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import load_description
 from ftckpt.smp.liveness import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
-from ftckpt.smp.requests import MAX_REPLY_BYTES, ProtectionRequest, Reply, ReportRequest, SmpRequest, exchange
+from ftckpt.smp.requests import ProtectionRequest, Reply, ReportRequest, SmpRequest, request_once
 
 _MOST_AT_ONCE = 32
 """Nodes queried at the same time; a node answers within milliseconds or blocks a thread until its timeout."""
-
-_PREFIX = "ftckpt-"
-"""The prefix of a job's directory."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -115,64 +109,17 @@ class JobNodes:
 
     def _request(self, node: str, request: SmpRequest) -> Reply:
         """Sends a request to the SMP of ``node``. Raises FtckptError if it does not answer, or refuses."""
-        deadline = time.monotonic() + self.timeout_secs
-        deadlines = Deadlines(self.timeout_secs, self.timeout_secs, self.timeout_secs)
         settings = self.description.get("settings", {})
         try:
             host, port = self.description["peers"][node]
             trust = Trust(bytes.fromhex(self.description["secret"]), bool(settings.get("encrypt")))
-            with closing(connect((str(host), int(port)), self.timeout_secs)) as channel:
-                channel.end_by(deadline)
-                channel.greet(trust, deadline)
-                reply = exchange(channel, request, deadlines, most_payload=MAX_REPLY_BYTES)
+            reply = request_once((str(host), int(port)), trust, request, self.timeout_secs)
         except (FtckptError, KeyError, TypeError, ValueError) as error:
             reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
             raise SmpError(reason) from None
         if reply.error:
             raise reply.refusal()
         return reply
-
-
-def job_directory(root: Path, job: str) -> Path:
-    """The directory of ``job`` on this machine, with one directory per node."""
-    return job_node_path(root, job, "node").parent
-
-
-def jobs_in(root: Path) -> list[str]:
-    """Names of the jobs on this machine whose memory this user may read."""
-    paths = [path for path in _job_directories(root) if _is_open(path)]
-    return [path.name.removeprefix(_PREFIX) for path in paths if _node_names(path)]
-
-
-def own_jobs_in(root: Path) -> list[str]:
-    """Names of this user's jobs: ``jobs_in`` has all jobs for root."""
-    own: list[str] = []
-    for job in jobs_in(root):
-        with suppress(OSError):  # the job has ended meanwhile
-            if job_directory(root, job).lstat().st_uid == os.geteuid():
-                own.append(job)
-    return own
-
-
-def closed_jobs_in(root: Path) -> list[str]:
-    """Names and users of the jobs on this machine whose memory this user may not read."""
-    closed: list[str] = []
-    for path in _job_directories(root):
-        with suppress(OSError):  # the job has ended meanwhile
-            if not _is_open(path) and path.is_dir():
-                closed.append(f"{path.name.removeprefix(_PREFIX)} of {user_name(path.lstat().st_uid)}")
-    return closed
-
-
-def _job_directories(root: Path) -> list[Path]:
-    # Any user may create files in a shared tmpfs: other names are not jobs, and are never printed.
-    paths = [path for path in root.glob(f"{_PREFIX}*") if is_name(path.name.removeprefix(_PREFIX))]
-    # A directory of launch records ends in the number of a user.
-    return sorted(path for path in paths if path.is_dir() and not path.name.removeprefix(RUNS_PREFIX).isdigit())
-
-
-def _is_open(path: Path) -> bool:
-    return os.access(path, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
@@ -182,12 +129,12 @@ def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:
         ArenaError: there is none; names the jobs that exist.
     """
     job_dir = job_directory(root, job)
-    if job_dir.is_dir() and not _is_open(job_dir):
-        raise ArenaError(f"job {job!r} belongs to {user_name(job_dir.stat().st_uid)}: only that user may read it")
-    names = _node_names(job_dir)
-    if not names:
-        jobs = ", ".join(jobs_in(root)) or "none"
-        raise ArenaError(f"no memory of job {job!r} under {root}; jobs there: {jobs}")
+    found = next((one for one in jobs_in(root) if one.job == job), None)
+    if found is None:
+        raise unknown_job(root, job)
+    if not found.is_open:
+        raise ArenaError(f"job {job!r} belongs to {user_name(found.uid)}: only that user may read it")
+    names = node_names(job_dir)
     description = next(filter(None, (_described(job_dir / name) for name in names)), {})
     states = _each(lambda name: _read_node(root, job, name, timeout_secs), names)
     return JobNodes(root, job, tuple(states), description, timeout_secs)
@@ -227,16 +174,6 @@ def _read_node(root: Path, job: str, name: str, timeout_secs: float) -> NodeStat
 def _newest(marks: Iterable[SnapshotId | None]) -> int:
     """The newest iteration, -1: none."""
     return max((snapshot.iteration for snapshot in marks if snapshot is not None), default=-1)
-
-
-def _node_names(job_dir: Path) -> list[str]:
-    """Names of a job's nodes: directories with arenas or with the lock of an SMP."""
-    names: list[str] = []
-    with suppress(OSError):  # the job has ended meanwhile, or a directory in it is another user's
-        for path in list_directories(job_dir):
-            if is_name(path.name) and (list_arenas(path) or (path / SMP_LOCK_NAME).exists()):
-                names.append(path.name)
-    return names
 
 
 def _each(query: Callable[[T], R], of: Iterable[T]) -> list[R]:

@@ -15,7 +15,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, MemoryBudgetError
 from ftckpt.memory.ledger import require_limit
 from ftckpt.memory.parity_file import parity_bytes
-from ftckpt.model.shares import equal_cuts
+from ftckpt.model.replicas import equal_cuts
 from ftckpt.parity.groups import (
     Member,
     ParityGroup,
@@ -239,27 +239,20 @@ def plan(job: JobShape, config: Config) -> StartPlan:
 def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
     """Settings with which nodes need less memory, the plan with each, and the memory of its fullest node; those that
     survive most come first. Where only ``--ftckpt-protect`` is named, slots stay as set."""
-    yield from _with_slots((), planned.arrangement, config)
     job, names = planned.arrangement.job, planned.modes.names
     # First without node parity: it cannot reconstruct a lost node.
     fewer = [tuple(name for name in names if name not in without) for without in _WITHOUT]
-    for wanted in dict.fromkeys([*filter(None, fewer), ("none",)] if names else ()):
-        if wanted == names:
-            continue
-        protect = ",".join(wanted)
-        arrangement = ProtectionPlan(job, resolved(job, replace(config, protect=protect, slots=0))[0])
-        least = config.slots or config.least_slots(bool(arrangement.modes.names))
-        yield f"--ftckpt-protect {protect}", arrangement, arrangement.fullest(least)
-        yield from _with_slots((f"--ftckpt-protect {protect}",), arrangement, config)
-
-
-def _with_slots(
-    beside: Sequence[str], arrangement: ProtectionPlan, config: Config
-) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
-    """The plan with the fewest slots, if more are set."""
-    least = config.least_slots(bool(arrangement.modes.names))
-    if config.slots > least:
-        yield " ".join([*beside, f"--ftckpt-slots {least}"]), arrangement, arrangement.fullest(least)
+    for wanted in dict.fromkeys([names, *filter(None, fewer), *([("none",)] if names else [])]):
+        arrangement, settings = planned.arrangement, list[str]()
+        if wanted != names:
+            protect = ",".join(wanted)
+            arrangement = ProtectionPlan(job, resolved(job, replace(config, protect=protect, slots=0))[0])
+            settings.append(f"--ftckpt-protect {protect}")
+        least = config.least_slots(bool(arrangement.modes.names))
+        if settings:
+            yield settings[0], arrangement, arrangement.fullest(config.slots or least)
+        if config.slots > least:
+            yield " ".join([*settings, f"--ftckpt-slots {least}"]), arrangement, arrangement.fullest(least)
 
 
 _WITHOUT = (("node",), ("node", "replica", "copy"), ("node", "peer"), ("replica", "copy", "peer"))

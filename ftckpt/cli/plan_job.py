@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+from ftckpt.cli.plan_names import CLUSTERS, MODELS
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.manifest import MAX_CHUNKS, shard_name
@@ -24,6 +25,7 @@ _MASTERS_BYTES = 12
 """Per parameter: an fp32 weight (a master weight if training is in 16 bits) and two fp32 moments of Adam."""
 _PURE_BYTES = 6
 """Per parameter: a 16-bit weight without a master weight, and two 16-bit moments."""
+_SIZES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "nodes", "gpus_per_node", "layers", "fsdp_replicas")
 _COUNTS_BYTES = 4096
 """The step counters of torch's Adam, 4 bytes per tensor on every rank, for an assumed 1024 tensors."""
 
@@ -169,12 +171,14 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
     parser.add_argument("--dp", type=int, help="DP size (default: fills --nodes, else 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks per node")
+    parser.add_argument("--cluster", choices=CLUSTERS, help="nodes by name: GPUs, host memory, network")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks per node (default: that of --cluster)")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: tp*pp*dp*cp / --gpus-per-node)")
-    text = "parameters of the model, such as 34b or 34e9"
-    parser.add_argument("--params", type=partial(_count, "--params"), required=True, help=text)
+    parser.add_argument("--model", choices=MODELS, help="a model by name: parameters, layers, hidden size")
+    text = "parameters of the model, such as 34b or 34e9 (default: those of --model)"
+    parser.add_argument("--params", type=partial(_count, "--params"), help=text)
     count, text = partial(_count, "--expert-params"), "how many of them are in experts"
-    parser.add_argument("--expert-params", type=count, default=0, metavar="P", help=text)
+    parser.add_argument("--expert-params", type=count, metavar="P", help=text)
     parser.add_argument("--layers", type=int, metavar="N", help="layers; checks that stages divide them")
     parser.add_argument(
         "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP's (default: distributed)"
@@ -203,53 +207,60 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     Raises:
         ConfigError: an impossible job; the message names the option and the remedy.
     """
-    etp = arguments.tp if arguments.etp is None else arguments.etp
-    _check_sizes({**vars(arguments), "etp": etp})
-    arguments = argparse.Namespace(**{**vars(arguments), "dp": _data_parallel(arguments)})
-    _check_layout(arguments, etp)
-    ranks = arguments.tp * arguments.pp * arguments.dp * arguments.cp
-    per_node = arguments.gpus_per_node
-    _check_nodes(ranks, per_node)
-    params, experts = _parameters(arguments, ranks, etp)
-    sizes = {name: getattr(arguments, name) for name in ("tp", "cp", "dp", "pp", "vpp", "ep")}
+    arguments = argparse.Namespace(**_with_names(arguments))
+    for name in _SIZES:
+        size = getattr(arguments, name)
+        _require(size is None or size >= 1, name, f"{size} is too small; the least is 1")
+    arguments.dp = _data_parallel(arguments)
+    stage, per_node = arguments.tp * arguments.cp * arguments.dp, arguments.gpus_per_node
+    ranks, etp = stage * arguments.pp, arguments.etp or arguments.tp
+    _check_layout(arguments, stage, etp)
+    _check_framework(arguments)
+    _require(ranks <= _MOST_RANKS, "tp*pp*dp*cp", f"{ranks} ranks are too many; the most is {_MOST_RANKS}")
+    text = f"{per_node} is more than the job's {ranks} ranks (tp*pp*dp*cp); give {ranks}, or a larger --dp"
+    _require(per_node <= ranks, "gpus_per_node", text)
+    text = f"{ranks} ranks (tp*pp*dp*cp) do not fill nodes of {per_node}; change --dp or it"
+    _require(ranks % per_node == 0, "gpus_per_node", text)
+    _check_parameters(arguments, ranks, etp)
     job = JobShape(
-        **sizes,
+        **{name: getattr(arguments, name) for name in ("tp", "cp", "dp", "pp", "vpp", "ep")},
         etp=etp,
         gpus_per_node=per_node,
-        params=params,
-        expert_params=experts,
+        params=int(arguments.params),
+        expert_params=int(arguments.expert_params),
         holders=_holders(arguments),
         nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
         chunk_bytes=config.chunk_bytes,
         objects_bytes=config.objects_bytes,
     )
     # A start refuses it, too. Checked before tuples of that many chunks are built; 4: parity adds chunks later.
-    if (chunks := job.state_bytes // job.ranks // job.chunk_bytes) > MAX_CHUNKS // 4:
-        raise ConfigError(
-            f"--params: {chunks} chunks of {config.chunk_size} on each rank; the most is {MAX_CHUNKS // 4}: "
-            "more ranks, or a larger --ftckpt-chunk-size"
-        )
+    chunks, most = job.state_bytes // job.ranks // job.chunk_bytes, MAX_CHUNKS // 4
+    text = f"{chunks} chunks of {config.chunk_size} on each rank; the most is {most}: more ranks, or a larger "
+    _require(chunks <= most, "params", f"{text}--ftckpt-chunk-size")
     return job
 
 
-def _check_nodes(ranks: int, per_node: int) -> None:
-    if ranks > _MOST_RANKS:
-        raise ConfigError(f"tp*pp*dp*cp: {ranks} ranks are too many; the most is {_MOST_RANKS}")
-    if per_node > ranks:
-        raise ConfigError(
-            f"--gpus-per-node: {per_node} is more than the job's {ranks} ranks (tp*pp*dp*cp); give {ranks}, or a "
-            "larger --dp"
-        )
-    if ranks % per_node:
-        raise ConfigError(
-            f"--gpus-per-node: {ranks} ranks (tp*pp*dp*cp) do not fill nodes of {per_node}; change --dp or it"
-        )
+def _require(is_met: bool, option: str, text: str) -> None:
+    """Raises ConfigError about an option, if a condition is not met."""
+    if not is_met:
+        name = option if "*" in option else f"--{option.replace('_', '-')}"
+        raise ConfigError(f"{name}: {text}")
 
 
-def _check_sizes(sizes: Mapping[str, Any]) -> None:
-    for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "nodes", "gpus_per_node", "layers", "fsdp_replicas"):
-        if sizes[name] is not None and sizes[name] < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: {sizes[name]} is too small; the least is 1")
+def _with_names(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options, with what ``--model`` and ``--cluster`` stand for where it is not given."""
+    known: dict[str, Any] = {"expert_params": 0.0}
+    if (model := MODELS.get(arguments.model)) is not None:
+        known |= {"params": model.params, "expert_params": model.expert_params if arguments.params is None else 0.0}
+        stages, tp, name = arguments.pp * arguments.vpp, max(1, arguments.tp), arguments.model
+        _require(stages <= model.layers, "pp", f"pp*vpp = {stages} is more than the {model.layers} layers of {name}")
+        _require(model.hidden % tp == 0, "tp", f"{tp} does not divide {model.hidden}, the hidden size of {name}")
+    if (cluster := CLUSTERS.get(arguments.cluster)) is not None:
+        known["gpus_per_node"] = cluster.gpus
+    known |= {name: value for name, value in vars(arguments).items() if value is not None}
+    for name, by_name in (("params", "--model"), ("gpus_per_node", "--cluster")):
+        _require(name in known, name, f"is missing; give it, or a name with {by_name}")
+    return {**vars(arguments), **known}
 
 
 def _data_parallel(arguments: argparse.Namespace) -> int:
@@ -258,32 +269,28 @@ def _data_parallel(arguments: argparse.Namespace) -> int:
     if arguments.nodes is None:
         return 1 if dp is None else dp
     ranks, others = arguments.nodes * arguments.gpus_per_node, arguments.tp * arguments.pp * arguments.cp
-    text = f"--nodes: {arguments.nodes} nodes of {arguments.gpus_per_node} have {ranks} ranks"
-    if ranks % others:
-        raise ConfigError(f"{text}, which tp*pp*cp = {others} does not divide; change one of these sizes")
+    text = f"{arguments.nodes} nodes of {arguments.gpus_per_node} have {ranks} ranks"
+    fault = f"{text}, which tp*pp*cp = {others} does not divide; change one of these sizes"
+    _require(ranks % others == 0, "nodes", fault)
     if dp is not None and dp * others != ranks:
-        raise ConfigError(
-            f"{text}, but tp*pp*dp*cp is {dp * others}; give --dp {ranks // others}, or leave --dp or --nodes out"
-        )
+        remedy = f"give --dp {ranks // others}, or leave --dp or --nodes out"
+        raise ConfigError(f"--nodes: {text}, but tp*pp*dp*cp is {dp * others}; {remedy}")
     return int(ranks // others)
 
 
-def _check_layout(arguments: argparse.Namespace, etp: int) -> None:
+def _check_layout(arguments: argparse.Namespace, stage: int, etp: int) -> None:
     pp, vpp, ep, layers = arguments.pp, arguments.vpp, arguments.ep, arguments.layers
-    if vpp > 1 and pp == 1:
-        raise ConfigError(f"--vpp: {vpp} chunks per stage need a pipeline; give --pp 2 or more, or leave --vpp out")
-    stage = arguments.tp * arguments.cp * arguments.dp
-    if stage % (ep * etp):
-        what = "dp*cp" if etp == arguments.tp else "tp*dp*cp"
-        size, into = (ep, stage // etp) if etp == arguments.tp else (ep * etp, stage)
-        name = f"{ep}" if etp == arguments.tp else f"ep*etp = {size}"
-        raise ConfigError(f"--ep: {name} does not divide {what} = {into}; use sizes that do")
-    if layers is not None and (layers < pp * vpp or (layers % (pp * vpp) and arguments.zero is None)):
-        raise ConfigError(
-            f"--layers: {layers} do not spread evenly over pp*vpp = {pp * vpp}; change --pp or --vpp, or leave "
-            "--layers out if stages differ"
-        )
-    _check_framework(arguments)
+    text = f"{vpp} chunks per stage need a pipeline; give --pp 2 or more, or leave --vpp out"
+    _require(vpp == 1 or pp > 1, "vpp", text)
+    if etp == arguments.tp:
+        text = f"{ep} does not divide dp*cp = {stage // etp}; use sizes that do"
+    else:
+        text = f"ep*etp = {ep * etp} does not divide tp*dp*cp = {stage}; use sizes that do"
+    _require(stage % (ep * etp) == 0, "ep", text)
+    if layers is not None:
+        is_even = layers >= pp * vpp and (layers % (pp * vpp) == 0 or arguments.zero is not None)
+        remedy = "change --pp or --vpp, or leave --layers out if stages differ"
+        _require(is_even, "layers", f"{layers} do not spread evenly over pp*vpp = {pp * vpp}; {remedy}")
 
 
 def _check_framework(arguments: argparse.Namespace) -> None:
@@ -292,8 +299,7 @@ def _check_framework(arguments: argparse.Namespace) -> None:
     ways += ["fsdp"] if arguments.fsdp else []
     if len(ways) > 1:
         raise ConfigError(f"--{ways[1]}: it excludes --{ways[0]}, as both define the partition; give one of them")
-    if arguments.fsdp_replicas is not None and not arguments.fsdp:
-        raise ConfigError("--fsdp-replicas: needs --fsdp")
+    _require(arguments.fsdp_replicas is None or arguments.fsdp, "fsdp_replicas", "needs --fsdp")
     cannot: dict[str, str] = {}
     if arguments.zero is not None:
         cannot = {
@@ -306,33 +312,26 @@ def _check_framework(arguments: argparse.Namespace) -> None:
         if arguments.zero == 3 or arguments.pp > 1 or arguments.tp > 1:
             cannot["ep"] = "ftckpt supports DeepSpeed's experts without tp and pp, with ZeRO 0 to 2"
     elif arguments.fsdp:
-        why = "--fsdp supports only --dp and --tp"
-        cannot = dict.fromkeys(("pp", "vpp", "cp", "ep", "etp"), why)
+        cannot = dict.fromkeys(("pp", "vpp", "cp", "ep", "etp"), "--fsdp supports only --dp and --tp")
     for name, why in cannot.items():
-        if (getattr(arguments, name) or 1) > 1:
-            raise ConfigError(f"--{name}: {getattr(arguments, name)} is impossible: {why}; leave it out")
-    copies = arguments.fsdp_replicas or 1
-    if arguments.dp % copies or (copies > 1 and copies == arguments.dp):
-        raise ConfigError(
-            f"--fsdp-replicas: {copies} groups do not divide dp = {arguments.dp} into groups of two ranks or more"
-        )
+        size = getattr(arguments, name) or 1
+        _require(size == 1, name, f"{size} is impossible: {why}; leave it out")
+    dp, copies = arguments.dp, arguments.fsdp_replicas or 1
+    text = f"{copies} groups do not divide dp = {dp} into groups of two ranks or more"
+    _require(dp % copies == 0 and (copies == 1 or copies < dp), "fsdp_replicas", text)
 
 
-def _parameters(arguments: argparse.Namespace, ranks: int, etp: int) -> tuple[int, int]:
-    """The numbers of all parameters and of those in experts."""
+def _check_parameters(arguments: argparse.Namespace, ranks: int, etp: int) -> None:
     params, experts, parts = arguments.params, arguments.expert_params, arguments.pp * arguments.ep * etp
-    if not ranks <= params <= 1e18:
-        raise ConfigError(f"--params: {params:g} is out of range; give one parameter per rank or more, at most 1e18")
-    if not 0 <= experts <= params:
-        raise ConfigError(f"--expert-params: {experts:g} is not between 0 and the {params:g} of --params")
+    text = f"{params:g} is out of range; give one parameter per rank or more, at most 1e18"
+    _require(ranks <= params <= 1e18, "params", text)
+    text = f"{experts:g} is not between 0 and the {params:g} of --params"
+    _require(0 <= experts <= params, "expert_params", text)
     for name in ("ep", "etp"):
-        if (getattr(arguments, name) or 1) > 1 and not experts:
-            raise ConfigError(f"--{name}: experts need --expert-params, the number of parameters in experts")
-    if 0 < experts < parts:
-        raise ConfigError(
-            f"--expert-params: {experts:g} is less than one for each of pp*ep*etp = {parts} ranks; count all experts"
-        )
-    return int(params), int(experts)
+        has_experts = experts > 0 or (getattr(arguments, name) or 1) == 1
+        _require(has_experts, name, "experts need --expert-params, the number of parameters in experts")
+    text = f"{experts:g} is less than one for each of pp*ep*etp = {parts} ranks; count all experts"
+    _require(experts == 0 or experts >= parts, "expert_params", text)
 
 
 def _holders(arguments: argparse.Namespace) -> StatePartition:
@@ -363,10 +362,9 @@ def _holders(arguments: argparse.Namespace) -> StatePartition:
 
 
 def _nodes_per_rack(racks: int, per_rack: int, nodes: int) -> int:
-    if racks < 0 or per_rack < 0 or (racks and per_rack):
-        raise ConfigError("--racks, --nodes-per-rack: give one of them, 1 or more")
-    if racks > nodes:
-        raise ConfigError(f"--racks: {racks} is more than the {nodes} nodes; a rack needs one node or more")
-    if racks and nodes % racks:
-        raise ConfigError(f"--racks: {nodes} nodes do not divide evenly over {racks} racks; use --nodes-per-rack")
+    is_one = racks >= 0 and per_rack >= 0 and not (racks and per_rack)
+    _require(is_one, "racks, --nodes_per_rack", "give one of them, 1 or more")
+    _require(racks <= nodes, "racks", f"{racks} is more than the {nodes} nodes; a rack needs one node or more")
+    text = f"{nodes} nodes do not divide evenly over {racks} racks; use --nodes-per-rack"
+    _require(nodes % (racks or 1) == 0, "racks", text)
     return nodes // racks if racks else per_rack

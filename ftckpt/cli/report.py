@@ -6,21 +6,22 @@ import argparse
 import base64
 import importlib.util
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from ftckpt.cli.answers import Answer, Lines, Progress
 from ftckpt.cli.event_log import count
 from ftckpt.cli.history import RunHistory, read_history
 from ftckpt.cli.recovery import Recovery
 from ftckpt.cli.sections import Additions, sections_of
 from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
 from ftckpt.errors import ConfigError, EventLogError
+from ftckpt.memory.atomic_files import fresh_name
 from ftckpt.model.text import aligned
 
 REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
@@ -28,35 +29,34 @@ _TEMPLATE = "report.html.j2"
 _PACKAGES = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
 
 
-def add_report(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser("report", help="write a page about a run from its event logs")
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="directory with event logs (--ftckpt-events) at any depth"
-    )
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    text = "directory with event logs (--ftckpt-events) at any depth"
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=text)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the page (default: RUN/{REPORT_NAME})")
-    parser.add_argument(
-        "--iteration", type=int, help="snapshot whose timeline is shown (default: the newest that all ranks have)"
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help=f"also write that timeline for Perfetto: {TRACE_NAME} next to the page"
-    )
-    parser.set_defaults(run=run)
+    text = "snapshot whose timeline is shown (default: the newest that all ranks have)"
+    parser.add_argument("--iteration", type=int, help=text)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Writes the page and returns the exit status. Raises EventLogError, ConfigError."""
+def run_report(arguments: argparse.Namespace) -> Lines:
+    """Writes the page, and the timeline next to it as a trace. Raises EventLogError, ConfigError."""
     output = arguments.output or arguments.run_dir / REPORT_NAME
-    history = read_history(arguments.run_dir)
-    # With these options a missing timeline is an error.
-    is_asked = arguments.iteration is not None or arguments.trace
-    timeline = _timeline(history, arguments.iteration, is_asked)
-    print("\n".join(summary(history, timeline)))
-    if arguments.trace and timeline is not None:
-        print(f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev")
+    with Progress("reading event logs") as progress:
+        history = read_history(arguments.run_dir, progress)
+    timeline = _timeline(history, arguments.iteration)
+    yield from summary(history, timeline)
+    if timeline is not None:
+        yield f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev"
     write_page(history, timeline, output)
-    print(f"report in {output}")
-    return 0
+    yield f"report in {output}"
+    yield Answer({
+        "job": history.job,
+        "events": str(history.directory),
+        "restarts": [asdict(one) | {"total_secs": one.total_secs} for one in history.restarts],
+        "tiles": _tiles(history),
+        "notes": history.notes,
+        "report": str(output),
+    })  # fmt: skip
 
 
 def write_report(run_dir: Path, output: Path, additions: Additions | None = None) -> RunHistory:
@@ -130,13 +130,11 @@ def _row(one: Recovery) -> tuple[str, ...]:
     return one.name, str(one.iteration), one.source, str(one.iterations_lost), secs, cause
 
 
-def _timeline(history: RunHistory, iteration: int | None = None, is_asked: bool = False) -> Timeline | None:
-    try:
-        return read_timeline(history.directory, iteration)
-    except EventLogError:
-        if is_asked:
-            raise
-        return None
+def _timeline(history: RunHistory, iteration: int | None = None) -> Timeline | None:
+    """The timeline of ``iteration``; None if none is named and there is none."""
+    with nullcontext() if iteration is not None else suppress(EventLogError):
+        return read_timeline(history, iteration)
+    return None
 
 
 def _title(history: RunHistory) -> str:
@@ -187,11 +185,7 @@ def _tiles(history: RunHistory) -> dict[str, str]:
 def _replace_file(path: Path, text: str) -> None:
     """Replaces a file atomically, so that no reader sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory, as rename needs one file system; with the pid, as two processes may write the same page.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with fresh_name(path) as temporary:
         # JSON may contain lone surrogates, which cannot be encoded.
         temporary.write_text(text, encoding="utf-8", errors="replace")
         temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

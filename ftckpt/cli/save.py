@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ftckpt.cli.options import add_arena
+from ftckpt.cli.answers import Answer, Lines, Progress, alarming
+from ftckpt.cli.targets import add_job, job_at, job_directory, unknown_job
 from ftckpt.config import Config
-from ftckpt.errors import ArenaError, ConfigError, SmpError, StorageError
-from ftckpt.memory.directory import SMP_LOCK_NAME, SMP_STATE_NAME, job_node_path, list_directories
+from ftckpt.errors import ConfigError, SmpError, StorageError
+from ftckpt.memory.directory import SMP_LOCK_NAME, SMP_STATE_NAME, list_directories
 from ftckpt.memory.locks import holder_of
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import checkpoints
@@ -25,98 +26,89 @@ from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.requests import PersistRequest
 
 _POLL_SECS = 0.5
-_REPORT_SECS = 5.0
 _ENDING_SECS = 10.0
 """Time for ranks to exit after a signal."""
 
 
-def add_save(commands: Any) -> None:
-    """Adds the command to the parser of ``ftckpt``."""
-    parser = commands.add_parser(
-        "save", help="flush the newest snapshot of a job whose ranks have ended; run it on all nodes at the same time"
-    )
-    parser.add_argument("job", help="name of the job")
+class _Saved(NamedTuple):
+    """The outcome on one node; ``iteration`` -1: nothing was to be saved. ``text`` says so."""
+
+    node: str
+    iteration: int
+    text: str
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    add_job(parser)
     parser.add_argument("where", nargs="?", default="", metavar="STORAGE", help="default: the job's --ftckpt-persist")
-    parser.add_argument(
-        "--to",
-        choices=PERSIST_FORMATS,
-        help="also export it to this format, in STORAGE, a directory; default: no export",
-    )
-    add_arena(parser)
+    text = "also export it to this format, in STORAGE, a directory; default: no export"
+    parser.add_argument("--to", choices=PERSIST_FORMATS, help=text)
     parser.add_argument("--at-end", action="store_true", help="do nothing if the job has --ftckpt-persist-at-end off")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECS", help="default: %(default)s")
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Waits until the snapshot is persisted, and returns the exit status.
+def run_save(arguments: argparse.Namespace) -> Lines:
+    """Waits until the snapshot is persisted.
 
     Raises:
         ArenaError, SmpError: the job has no memory on this machine, or no SMP answers.
         StorageError: the flush failed; names the cause and the missing nodes.
     """
-    nodes = [path.name for path in list_directories(job_node_path(arguments.arena, arguments.job, "node").parent)]
+    root, job = job_at(arguments.job, arguments.arena)
+    node_dirs = list_directories(job_directory(root, job))
     where = arguments.where if "://" in arguments.where or not arguments.where else os.path.abspath(arguments.where)
     form = arguments.to or PERSIST_FORMATS[0]
     if arguments.to and not where:
         raise ConfigError("--to: name STORAGE; the format of the job's own storage is its --ftckpt-persist-format")
     Config(persist=where, persist_format=form)  # refuses what it refuses for a job
     prepare(Place.of(where, form))
-    if not nodes:
-        raise ArenaError(f"no arenas of job {arguments.job!r} under {arguments.arena}")
-    with ThreadPoolExecutor(len(nodes)) as threads:
-        saved = []
-        for iteration, line in threads.map(lambda node: _save(arguments, node, where, form), nodes):
-            saved.append(iteration)
-            print(line, flush=True)
-    if where and max(saved) >= 0:
+    if not node_dirs:
+        raise unknown_job(root, job)
+    request, saved = PersistRequest(where, arguments.timeout, anew=True, form=form), list[_Saved]()
+    with ThreadPoolExecutor(len(node_dirs)) as threads, Progress(f"saving job {job}") as progress:
+        for one in threads.map(lambda node_dir: _save(node_dir, job, request, arguments.at_end, progress), node_dirs):
+            saved.append(one)
+            yield f"node {one.node}: {one.text}"
+    newest = max(one.iteration for one in saved)
+    if where and newest >= 0:
         with suppress(StorageError):  # the save itself has succeeded
-            _warn_of_newer(where, max(saved))
-    return 0
+            # Perhaps of another job: a start from there would restore it.
+            newer = max(name.iteration for name in checkpoints(open_storage(locate(where).where, "save")))
+            if newer > newest:
+                yield alarming(
+                    f"{where} also has iteration {newer}, and a start from there restores that: "
+                    f"save to another place, or start with --ftckpt-rollback-before {newer}"
+                )
+    yield Answer({"job": job, "nodes": [{"node": one.node, "iteration": one.iteration} for one in saved]})
 
 
-def _warn_of_newer(where: str, iteration: int) -> None:
-    """Warns if ``where`` has a newer checkpoint, perhaps of another job: a start from there would restore that."""
-    newest = max(
-        (name.iteration for name in checkpoints(open_storage(locate(where).where, "save"))), default=iteration
-    )
-    if newest > iteration:
-        print(
-            f"{where} also has iteration {newest}, and a start from there restores that: "
-            f"save to another place, or start with --ftckpt-rollback-before {newest}",
-            flush=True,
-        )
-
-
-def _save(arguments: argparse.Namespace, node: str, where: str, form: str) -> tuple[int, str]:
-    """Saves a node's part. The iteration, -1 for none, and the line to print."""
-    node_dir = job_node_path(arguments.arena, arguments.job, node)
-    client = _smp_of(arguments, node, node_dir)
-    if arguments.at_end:
+def _save(node_dir: Path, job: str, request: PersistRequest, at_end: bool, progress: Progress) -> _Saved:
+    """Saves a node's part."""
+    client = _smp_of(node_dir, job)
+    if at_end:
         storage = client.status()["tasks"]["storage"]
         if not storage["where"] or not storage["at_end"]:
             why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job has no --ftckpt-persist"
-            return -1, f"node {node}: nothing is saved: {why}"
+            return _Saved(client.node, -1, f"nothing is saved: {why}")
     begun = time.monotonic()
-    _require_no_ranks(client, begun + min(_ENDING_SECS, arguments.timeout))
-    request = PersistRequest(where, arguments.timeout, anew=True, form=form)
-    status = _wait(client, request, begun)
+    _require_no_ranks(client, begun + min(_ENDING_SECS, request.timeout_secs))
+    status = _wait(client, request, progress)
     if status["flush"] == "cannot":
-        raise StorageError(f"node {node}: {status['reason']}", lasting=True)
-    secs = time.monotonic() - begun
-    iteration = int(status["iteration"])
-    return iteration, f"node {node}: iteration {iteration} is at {status['where']}, after {secs:.1f} s"
+        raise StorageError(f"node {client.node}: {status['reason']}", lasting=True)
+    iteration, secs = int(status["iteration"]), time.monotonic() - begun
+    return _Saved(client.node, iteration, f"iteration {iteration} is at {status['where']}, after {secs:.1f} s")
 
 
-def _smp_of(arguments: argparse.Namespace, node: str, node_dir: Path) -> SmpClient:
+def _smp_of(node_dir: Path, job: str) -> SmpClient:
     """Connects to the node's SMP, or starts one from the state that an earlier one has stored."""
     runs = holder_of(node_dir / SMP_LOCK_NAME) is not None
     if runs or (node_dir / SMP_STATE_NAME).exists():
-        client = find_or_start(node_dir, Path(arguments.arena), arguments.job, node)
+        client = find_or_start(node_dir, node_dir.parent.parent, job, node_dir.name)
         if client.status()["configured"]:
             return client
     raise SmpError(
-        f"node {node}: no SMP has a description of the arenas: job {arguments.job!r} was killed during startup, or "
+        f"node {node_dir.name}: no SMP has a description of the arenas: job {job!r} was killed during startup, or "
         "uses another version of ftckpt; the arenas stay: start the job to resume from them"
     )
 
@@ -132,19 +124,15 @@ def _require_no_ranks(client: SmpClient, deadline: float) -> None:
         time.sleep(_POLL_SECS)
 
 
-def _wait(client: SmpClient, request: PersistRequest, begun: float) -> dict[str, Any]:
-    """Sends the request, reports progress, and returns the SMP's final status."""
-    reported = time.monotonic()
+def _wait(client: SmpClient, request: PersistRequest, progress: Progress) -> dict[str, Any]:
+    """Sends the request and returns the SMP's final status."""
     # The SMP enforces the timeout; 10 s more are for its final answer.
-    deadline = reported + request.timeout_secs + 10
+    deadline = time.monotonic() + request.timeout_secs + 10
     status = client.persist(request)
     while status["flush"] not in ("done", "cannot"):
-        now = time.monotonic()
-        if now >= deadline:
+        if time.monotonic() >= deadline:
             raise SmpError(f"the SMP of node {client.node} did not finish within --timeout: see 'ftckpt status'")
-        if now - reported > _REPORT_SECS:
-            reported = now
-            print(f"node {client.node}: iteration {status['iteration']}: {now - begun:.0f} s", flush=True)
+        progress()
         time.sleep(_POLL_SECS)
         status = client.persist(replace(request, anew=False))
     return status

@@ -9,6 +9,7 @@ from typing import Any
 
 from ftckpt.cli import figures
 from ftckpt.cli.event_log import count
+from ftckpt.cli.figures import Curve
 from ftckpt.cli.history import Line, RunHistory
 from ftckpt.cli.recovery import Losses, Recovery
 from ftckpt.cli.timeline import PLACES, REMEDY, Timeline
@@ -74,7 +75,10 @@ def _losses(history: RunHistory, reference: Losses, reference_name: str) -> Page
             "None were found. To draw losses, write JSON lines with iteration and loss to a file NAME.jsonl in the "
             "directory of the events, or above it.",
         )
-    figure = figures.losses(history.losses, reference, ("this run", reference_name), history.restarts)
+    marker = "." if len(history.losses) < 200 else ""
+    runs = [Curve(reference_name, "#b9c6d8", reference, {"linewidth": 7})] if reference else []
+    runs.append(Curve("this run", "#1f5fbf", history.losses, {"marker": marker}))
+    figure = figures.curves("loss", runs, history.restarts, from_zero=False)
     return PageSection(title, "An iteration that was trained again is drawn again.", figure)
 
 
@@ -129,7 +133,13 @@ def _blocked(history: RunHistory) -> PageSection:
         "The time for which snapshots blocked training in each iteration. The fence belongs to the previous "
         "snapshot. If copies use the cores that train, measure the overhead on real devices."
     )
-    return PageSection(title, note, figures.blocked(history.blocked, history.restarts))
+    parts = [(iteration, one.boundary, one.fence, one.slowest) for iteration, one in history.blocked.items()]
+    drawn = [
+        Curve("slowest rank", "#93a4bb", [(iteration, slowest * 1e3) for iteration, _, _, slowest in parts]),
+        Curve("median rank, with the fence", "#e0a100", [(one[0], (one[1] + one[2]) * 1e3) for one in parts]),
+        Curve("median rank, at the boundary", "#1f5fbf", [(one[0], one[1] * 1e3) for one in parts]),
+    ]
+    return PageSection(title, note, figures.curves("milliseconds", drawn, history.restarts))
 
 
 def _ages(history: RunHistory) -> PageSection:
@@ -143,7 +153,12 @@ def _ages(history: RunHistory) -> PageSection:
     )
     for name in ("protected", "persisted"):
         note += "" if any(getattr(age, name) is not None for age in ages) else f" None was {name}."
-    return PageSection(title, note, figures.ages(ages, history.restarts))
+    colors = {"committed": "#13795b", "protected": "#7c4dbd", "persisted": "#c2410c"}
+    drawn = []
+    for name, color in colors.items():
+        points = [(one.iteration, float(age)) for one in ages if (age := getattr(one, name)) is not None]
+        drawn.append(Curve(f"newest {name}", color, points, {"drawstyle": "steps-mid"}))
+    return PageSection(title, note, figures.curves("iterations", drawn, history.restarts))
 
 
 def _protection(history: RunHistory) -> PageSection:
@@ -164,7 +179,8 @@ def _protection(history: RunHistory) -> PageSection:
     lags = [(iteration, secs) for attempt in history.attempts for iteration, secs in attempt.lags()]
     typical = f"{median(secs for _, secs in lags):.2f} s, median" if lags else "no snapshot was protected"
     terms["from the boundary of a snapshot until it was protected"] = typical
-    figure = figures.protection_lags(lags, history.restarts) if lags else b""
+    until = Curve("until protected", "#7c4dbd", lags, {"linestyle": "", "marker": "."})
+    figure = figures.curves("seconds", [until], history.restarts) if lags else b""
     return PageSection(title, "", figure, ["loss", "cases", "survived", "example not survived"], rows, terms)
 
 
@@ -175,7 +191,7 @@ def _iteration(timeline: Timeline | None) -> PageSection:
     ranks = figures.shown(timeline)
     note = (
         f"Iteration {timeline.iteration + 1}, while the snapshot of {timeline.iteration} was copied: "
-        f"{timeline.summary}. Ranks are aligned by the clocks of their nodes. ftckpt report --trace writes a trace "
+        f"{timeline.summary}. Ranks are aligned by the clocks of their nodes. Next to the page is a trace "
         "for Perfetto."
     )
     if ranks != timeline.ranks:

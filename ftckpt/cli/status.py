@@ -1,4 +1,4 @@
-"""``ftckpt status``: a job's snapshots on all nodes and the outcome of a restart now. ``ftckpt ls``: the jobs that
+"""``ftckpt status``: a job's snapshots on all nodes and the outcome of a restart now. ``ftckpt jobs``: the jobs that
 have memory on this machine."""
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ftckpt.cli.job_nodes import JobNodes, NodeState, closed_jobs_in, jobs_in, nodes_here, own_jobs_in
+from ftckpt.cli.answers import Answer, Lines, alarming, warn
+from ftckpt.cli.job_nodes import JobNodes, NodeState, nodes_here
 from ftckpt.cli.options import add_arena
-from ftckpt.cli.stored import usable_at
+from ftckpt.cli.snapshots import usable_at
+from ftckpt.cli.targets import add_job, job_at, jobs_in
 from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
+from ftckpt.memory.directory import user_name
 from ftckpt.model.text import aligned, human, listed
 from ftckpt.persist.paths import Place
 from ftckpt.restore.forecast import forecast, unseen_shards
@@ -30,65 +33,69 @@ _MARKS = {"whole": "committed", "protected": "protected"}
 """Names of marks in JSON, and in text."""
 
 
-def add_status(commands: Any) -> None:
-    """Adds ``status`` to the parser of ``ftckpt``."""
-    parser = commands.add_parser(
-        "status", help="show a job's snapshots, and which one a restart would restore; exit status 1: none"
-    )
-    parser.add_argument("job", nargs="?", default="", help="name of the job (default: the only one on this machine)")
-    _add_common(parser)
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``status``."""
+    add_job(parser, is_optional=True)
     parser.add_argument("--watch", nargs="?", type=float, const=_WATCH_SECS, metavar="SECS", help="repeat every SECS")
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECS", help="limit for a node's answer (default: %(default)s)"
     )
-    parser.set_defaults(run=run_status)
 
 
-def add_ls(commands: Any) -> None:
-    """Adds ``ls`` to the parser of ``ftckpt``."""
-    parser = commands.add_parser("ls", help="list the jobs that have memory on this machine")
-    _add_common(parser)
-    parser.set_defaults(run=run_ls)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_arena(parser)
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def run_status(arguments: argparse.Namespace) -> int:
-    """Prints the status and returns the exit status, 1 if a restart would restore nothing. Raises ArenaError."""
+def run_status(arguments: argparse.Namespace) -> Lines:
+    """The status of a job; status 1: a restart would restore nothing. Raises ArenaError."""
     for name in ("timeout", "watch"):
         secs = getattr(arguments, name)
         if secs is not None and not 0 < secs < math.inf:
             raise ConfigError(f"--{name} {secs:g}: it must be finite and above 0 seconds")
+    root, job = job_at(arguments.job or _only_job(arguments.arena), arguments.arena)
     if arguments.watch is not None:
-        return _watch(arguments)
-    status = job_status(*_job_of(arguments), arguments.timeout)
-    print(json.dumps(status, indent=2) if arguments.json else "\n".join(in_lines(status)))
-    return int(status["restart"]["iteration"] < 0)
+        with suppress(KeyboardInterrupt):  # the usual end
+            _watch(root, job, arguments)
+        return
+    status = job_status(root, job, arguments.timeout)
+    yield from in_lines(status)
+    yield Answer(status, int(status["restart"]["iteration"] < 0))
 
 
-def run_ls(arguments: argparse.Namespace) -> int:
-    """Prints a line per job and returns the exit status, 1 if ``--arena`` is not a directory."""
+def _watch(root: Path, job: str, arguments: argparse.Namespace) -> NoReturn:
+    """Shows the status until interrupted: in place on a terminal, else one after the other; as JSON one line each."""
+    clear, end = ("\x1b[H\x1b[2J", "\n") if sys.stdout.isatty() else ("", "\n\n")
+    while True:
+        try:
+            status = job_status(root, job, arguments.timeout)
+        except (FtckptError, OSError) as error:  # the job ends, or restarts
+            status = {"error": str(error)}
+        if arguments.json:
+            print(json.dumps(status), flush=True)
+        else:
+            lines = [status["error"]] if "error" in status else in_lines(status)
+            print(clear + "\n".join([time.strftime("%X"), *lines]), end=end, flush=True)
+        time.sleep(arguments.watch)
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``jobs``."""
+    add_arena(parser)
+
+
+def run_jobs(arguments: argparse.Namespace) -> Lines:
+    """A line per job. Raises ConfigError if ``--arena`` is not a directory."""
     if not arguments.arena.is_dir():
-        print(f"ftckpt: --arena: {arguments.arena} is not a directory; name that of the jobs", file=sys.stderr)
-        return 1
-    states: dict[str, JobNodes] = {}
-    for job in jobs_in(arguments.arena):
-        with suppress(ArenaError, FileNotFoundError):  # it has ended since the listing
-            states[job] = nodes_here(arguments.arena, job, 1.0)
+        raise ConfigError(f"--arena: {arguments.arena} is not a directory; name that of the jobs")
+    found, states = jobs_in(arguments.arena), dict[str, JobNodes]()
+    for one in found:
+        with suppress(ArenaError, FileNotFoundError):  # it has ended since the listing, or is another user's
+            states[one.job] = nodes_here(arguments.arena, one.job, 1.0)
     jobs = [{"job": job, **_summary(state.nodes), **_memory(state.nodes)} for job, state in states.items()]
-    if arguments.json:
-        print(json.dumps(jobs, indent=2))
-    elif not jobs:
-        print(f"no job has memory under {arguments.arena}")
-    else:
+    if jobs:
         columns = ("JOB", "NODES", "RANKS", "ITERATION", "COMMITTED", "PROTECTED", "MEMORY")
-        print(aligned([columns, *map(_job_row, jobs)], 2))
-    if closed := closed_jobs_in(arguments.arena):
-        print(f"ftckpt: skipped, readable by their users only: {listed(closed)}", file=sys.stderr)
-    return 0
+        yield aligned([columns, *map(_job_row, jobs)], 2)
+    else:
+        yield f"no job has memory under {arguments.arena}"
+    if closed := [f"{one.job} of {user_name(one.uid)}" for one in found if not one.is_open]:
+        warn(f"skipped, readable by their users only: {listed(closed)}")
+    yield Answer(jobs)
 
 
 def _job_row(job: dict[str, Any]) -> tuple[str, ...]:
@@ -170,7 +177,13 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         marks = [node[name] for node in status["nodes"] if node[name]["iteration"] == status[name] >= 0]
         none = "none" if name == "whole" or status["protects"] else "none: nothing is protected"
         yield f"newest {word}: {_in_words(marks[0]) if marks else none}"
-    if without := _ranks_that_count(status, "no_snapshots"):
+    without = [
+        f"rank {trainer['rank']} on {node['node']}"
+        for node in status["nodes"]
+        for trainer in node["trainers"]
+        if trainer.get("counts", {}).get("no_snapshots")
+    ]
+    if without:
         yield f"no snapshots are taken by {listed(without)}: the job's log reports the reason once a minute"
     waiting = {node["node"]: node["ends_in_secs"] for node in status["nodes"] if node["ends_in_secs"] is not None}
     if waiting:
@@ -191,20 +204,12 @@ def _facts(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{text}; {storage['problem']}" if storage["problem"] else text
 
 
-def _ranks_that_count(status: Mapping[str, Any], name: str) -> list[str]:
-    return [
-        f"rank {trainer['rank']} on {node['node']}"
-        for node in status["nodes"]
-        for trainer in node["trainers"]
-        if trainer.get("counts", {}).get(name)
-    ]
-
-
 def _outlook(restart: dict[str, Any]) -> str:
     gone = f" ({listed(restart['gone'])} gone)" if restart["gone"] else ""
     if restart["iteration"] < 0:
         why = restart["problem"] or "memory has no committed snapshot"
-        return f"a restart now{gone} {'finds none' if restart['problem'] else 'starts from scratch'}: {why}"
+        verb = "finds none" if restart["problem"] else "starts from scratch"
+        return alarming(f"a restart now{gone} {verb}: {why}")
     parts = [f"a restart now{gone} takes iteration {restart['iteration']} from {restart['source']}"]
     if restart["rebuilt"]:
         each = [f"{shard} from {' and '.join(of) or 'its package'}" for shard, of in restart["rebuilt"].items()]
@@ -218,58 +223,9 @@ def _outlook(restart: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _watch(arguments: argparse.Namespace) -> int:
-    """Shows the status until interrupted: updated in place on a terminal, else one after the other; with ``--json``
-    one line each."""
-    root, job = _job_of(arguments)
-    with suppress(KeyboardInterrupt), _shown(arguments.json) as show:
-        while True:
-            try:
-                status = job_status(root, job, arguments.timeout)
-            except (FtckptError, OSError) as error:  # the job ends, or restarts
-                status = {"error": str(error)}
-            show(status)
-            time.sleep(arguments.watch)
-    return 0
-
-
-@contextmanager
-def _shown(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A function that shows a status, or its ``error``."""
-    if as_json:
-        yield lambda status: print(json.dumps(status), flush=True)
-        return
-
-    def text(status: Mapping[str, Any]) -> str:
-        lines = [status["error"]] if "error" in status else in_lines(status)
-        return "\n".join([time.strftime("%X"), *lines])
-
-    if not sys.stdout.isatty():
-        yield lambda status: print(text(status), end="\n\n", flush=True)
-        return
-    # Imported late: commands in scripts start faster.
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError:
-        raise ConfigError(
-            "--watch on a terminal needs rich, which is not installed: pip install 'ftckpt[cli]'"
-        ) from None
-
-    with Live(auto_refresh=False, screen=False) as live:
-        yield lambda status: live.update(Text(text(status)), refresh=True)
-
-
-def _job_of(arguments: argparse.Namespace) -> tuple[Path, str]:
-    """The arena root and the job's name; the argument is the name or the path of the job's directory."""
-    if "/" in (arguments.job or ""):
-        directory = Path(os.path.abspath(arguments.job))
-        return directory.parent, directory.name.removeprefix("ftckpt-")
-    return arguments.arena, arguments.job or _only_job(arguments.arena)
-
-
 def _only_job(root: Path) -> str:
-    jobs = own_jobs_in(root)
+    # Root may read all jobs.
+    jobs = [one.job for one in jobs_in(root) if one.is_open and one.uid == os.geteuid()]
     if len(jobs) != 1:
         raise ConfigError(f"no job is named: name one; under {root} are {', '.join(jobs) or 'none'} (see --arena)")
     return jobs[0]
@@ -281,7 +237,7 @@ def _storage(seen: JobNodes) -> tuple[dict[str, Any], list[int]]:
     where = Place.of(str(settings.get("persist") or ""), str(settings.get("persist_format") or "")).snapshots
     if where:
         try:
-            stored = [name.iteration for name in usable_at(where)]
+            stored = usable_at(where)
         except StorageError as error:
             problem = f"cannot be read: {error}"
     flushing = None

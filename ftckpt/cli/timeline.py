@@ -1,20 +1,22 @@
 """The timeline of one iteration: each rank's activities and copies from one step boundary to the next.
 
-The iteration is chosen from the event logs. The timelines of a long run do not fit in memory, so an index of their
-file offsets is built first.
+The timelines of a long run do not fit in memory: a ``RunHistory`` has their places in the event logs.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ftckpt.cli.event_log import EventLog, LinePlace, event_logs, note_of_choice, parse_line, whole_number
+from ftckpt.cli.attempts import Attempt, TimelinePlace
+from ftckpt.cli.event_log import parse_line, whole_number
 from ftckpt.errors import EventLogError
 from ftckpt.model.text import human, listed
+
+if TYPE_CHECKING:
+    from ftckpt.cli.history import RunHistory
 
 IDLE = ("start", "window", "tail")
 """Kinds of span in which a rank neither computes nor waits in the fence."""
@@ -55,7 +57,6 @@ class RankTimeline:
     node: str
     iteration: int
     coords: Mapping[str, int]
-    schedule: str
     begin: float
     secs: float
     spans: tuple[ActivitySpan, ...]
@@ -123,7 +124,6 @@ def parse_rank(line: Mapping[str, Any], node: str = "") -> RankTimeline:
             node=node,
             iteration=whole_number(line["iteration"]),
             coords={_name(name): whole_number(at) for name, at in (line.get("coords") or {}).items()},
-            schedule=str(line.get("schedule", "")),
             begin=line["begin"] + 0.0,
             secs=line["secs"] + 0.0,
             spans=tuple(ActivitySpan(str(kind), *_interval(begin, end)) for kind, begin, end in line["spans"]),
@@ -144,109 +144,46 @@ def _name(value: str) -> str:
     return value
 
 
-class _Entry(NamedTuple):
-    """The place of a rank's timeline; ``is_warm``: it is not of the process's first snapshot."""
+def read_timeline(history: RunHistory, iteration: int | None = None) -> Timeline:
+    """The timeline of one iteration of a run.
 
-    begin: float
-    is_warm: bool
-    node: str
-    place: LinePlace
-
-
-@dataclass
-class _Attempt:
-    """The timelines of the ranks of one attempt, by iteration and rank."""
-
-    ranks: set[int] = field(default_factory=set)
-    entries: dict[int, dict[int, _Entry]] = field(default_factory=lambda: defaultdict(dict))
-
-
-class _Candidate(NamedTuple):
-    """The timelines of one iteration in one attempt; ``ranks``: all ranks of the attempt."""
-
-    log: EventLog
-    iteration: int
-    entries: Mapping[int, _Entry]
-    ranks: set[int]
-
-    @property
-    def begin(self) -> float:
-        return max(entry.begin for entry in self.entries.values())
-
-    @property
-    def preference(self) -> tuple[float, bool, float]:
-        """A sort key: most ranks, then not the first snapshot after a start, then the newest."""
-        is_warm = all(entry.is_warm for entry in self.entries.values())
-        return len(self.entries) / len(self.ranks), is_warm, self.begin
-
-
-def read_timeline(run: Path, iteration: int | None = None) -> Timeline:
-    """The timeline of one iteration from the event logs at or below ``run``.
-
-    If several directories have timelines, that with the newest is used and the notes name the others. Without
-    ``iteration``: the newest iteration that all ranks have, if possible not of the first snapshot after a start.
+    Without ``iteration``: that which most ranks of an attempt have, if possible not of the first snapshot after a
+    start, and of these the newest.
 
     Raises:
-        EventLogError: no such directory, no event logs, no timelines, or none of this iteration.
+        EventLogError: no timelines, or none of this iteration.
     """
-    candidates = [candidate for log in event_logs(run, REMEDY) for candidate in _candidates(log)]
-    if not candidates:
-        raise EventLogError(f"{run}: no timelines in the event logs; {REMEDY}")
-    matching = [candidate for candidate in candidates if iteration in (None, candidate.iteration)]
+    found = [
+        (attempt, number, places) for attempt in history.attempts for number, places in attempt.timelines.items()
+    ]
+    if not found:
+        raise EventLogError(f"{history.directory}: no timelines in the event logs; {REMEDY}")
+    matching = [one for one in found if iteration in (None, one[1])]
     if not matching:
-        known = [str(one) for one in sorted({candidate.iteration for candidate in candidates}, reverse=True)]
-        raise EventLogError(f"{run}: iteration {iteration} has no timeline; these have: {listed(known, _MAX_NAMED)}")
-    log = max(matching, key=lambda candidate: candidate.begin).log
-    chosen = max((one for one in matching if one.log is log), key=lambda candidate: candidate.preference)
-    ranks = sorted(map(_load, chosen.entries.values()), key=lambda rank: (rank.stage, rank.rank))
-    notes = note_of_choice(log, {str(candidate.log.directory) for candidate in matching})
-    if missing := sorted(chosen.ranks - chosen.entries.keys()):
-        notes.append(f"no timeline of rank{'s' * (len(missing) > 1)} {listed([*map(str, missing)], _MAX_NAMED)}")
-    return Timeline(log.directory, chosen.iteration, tuple(ranks), (*notes, *log.notes))
+        known = [str(number) for number in sorted({number for _, number, _ in found}, reverse=True)]
+        having = listed(known, _MAX_NAMED)
+        raise EventLogError(f"{history.directory}: iteration {iteration} has no timeline; these have: {having}")
+
+    def preference(one: tuple[Attempt, int, Mapping[int, TimelinePlace]]) -> tuple[float, bool, float]:
+        attempt, _, places = one
+        share, is_warm = len(places) / len(attempt.last_signs), all(place.is_warm for place in places.values())
+        return share, is_warm, max(place.begin for place in places.values())
+
+    attempt, number, places = max(matching, key=preference)
+    ranks = sorted(map(_load, places.values()), key=lambda rank: (rank.stage, rank.rank))
+    missing = [str(rank) for rank in sorted(attempt.last_signs.keys() - places.keys())]
+    notes = [f"no timeline of rank{'s' * (len(missing) > 1)} {listed(missing, _MAX_NAMED)}"] if missing else []
+    return Timeline(history.directory, number, tuple(ranks), tuple(notes))
 
 
-def _candidates(log: EventLog) -> Iterator[_Candidate]:
-    attempts: dict[str, _Attempt] = defaultdict(_Attempt)
-    for path in log.rank_files:
-        _index(log, path, attempts)
-    for attempt in attempts.values():
-        for iteration, entries in attempt.entries.items():
-            yield _Candidate(log, iteration, entries, attempt.ranks)
-
-
-def _index(log: EventLog, path: Path, attempts: dict[str, _Attempt]) -> None:
-    """Adds the timelines of a file to their attempts. A process that has not restored belongs to no attempt."""
-    lineages: dict[Any, str] = {}
-    nodes: dict[Any, str] = {}
-    earliest: dict[Any, int] = {}
-    for place, line in log.lines(path):
-        try:
-            event, pid = line["event"], whole_number(line["pid"])
-            if event == "joined":
-                nodes[pid] = str(line.get("node", ""))
-            elif event == "restored":
-                lineages[pid] = str(line["lineage"])
-                attempts[lineages[pid]].ranks.add(whole_number(line["rank"]))
-            elif event == "snapshot":
-                earliest.setdefault(pid, whole_number(line["iteration"]))
-            elif event == "timeline" and pid in lineages:
-                rank = parse_rank(line)
-                is_warm = rank.iteration > earliest.get(pid, rank.iteration)
-                entry = _Entry(rank.begin, is_warm, nodes.get(pid, ""), place)
-                attempts[lineages[pid]].ranks.add(rank.rank)
-                attempts[lineages[pid]].entries[rank.iteration][rank.rank] = entry
-        except (KeyError, ValueError):
-            log.num_broken += 1
-
-
-def _load(entry: _Entry) -> RankTimeline:
+def _load(found: TimelinePlace) -> RankTimeline:
     # Read again, so that only the timelines of one iteration are in memory.
-    with open(entry.place.path, "rb") as file:
-        file.seek(entry.place.offset)
+    with open(found.place.path, "rb") as file:
+        file.seek(found.place.offset)
         line = parse_line(file.readline())
     if line is None or line.get("event") != "timeline":
-        raise EventLogError(f"{entry.place.path} was rotated while it was read; try again")
-    return parse_rank(line, entry.node)
+        raise EventLogError(f"{found.place.path} was rotated while it was read; try again")
+    return parse_rank(line, found.node)
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:

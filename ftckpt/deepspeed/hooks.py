@@ -20,7 +20,6 @@ no fence.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +73,6 @@ class EngineHooks:
         self._check_counted = check_counted
         self._is_due = False
         self._counts_batches = _counts_batches(engine)
-        self._scheduled = False
         self._draws = True
         self._thread = threading.get_ident()
 
@@ -86,7 +84,6 @@ class EngineHooks:
 
     def boundary(self, steps_before: int) -> None:
         """Marks a step boundary if the engine has counted a step, applied or skipped."""
-        self._scheduled = False
         # An overflowed step counts too: it changes the loss scale and the number of skipped steps.
         if steps_of(self.engine) != steps_before:
             self.has_trained = self._is_due = True
@@ -163,9 +160,6 @@ class EngineHooks:
         if not (self.engine.module.training and torch.is_grad_enabled()):
             return original(*args, **kwargs)
         self.begin()
-        if not self._scheduled and self._counts_batches:
-            self.checkpointer.expect(*micro_batches_in_turn(self.engine.gradient_accumulation_steps()))
-        self._scheduled = True
         self.phase("forward")
         output = original(*args, **kwargs)
         self.phase("backward")  # the script may call loss.backward() instead of engine.backward
@@ -234,11 +228,3 @@ def check_optimizer(engine: Any) -> None:
             f"optimizer: {type(inner).__name__} is not a torch optimizer; name one in the DeepSpeed configuration or "
             "pass one to deepspeed.initialize"
         )
-
-
-@functools.lru_cache(maxsize=16)
-def micro_batches_in_turn(count: int) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The places of ``count`` micro-batches on an engine without a pipeline, and their relative lengths."""
-    kinds = ("forward", "backward", "window") * (count - 1) + ("forward", "backward", "tail")
-    # In units of a forward: a backward takes two, windows and tail are measured later.
-    return kinds, (1.0, 2.0, 0.0) * count

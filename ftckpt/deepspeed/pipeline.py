@@ -4,9 +4,6 @@ DeepSpeed's schedule is a list of lists of instructions; an empty list is a bubb
 engine's own schedule and puts a ``PhaseInstruction`` before and after each computation. Between two computations the
 stage communicates or is idle: a window. The tail starts with ``ReduceTiedGrads``: tied gradients are reduced over
 stages and gradients over replicas, and within ``OptimizerStep`` stages wait for the global gradient norm.
-
-The order of computations is 1F1B: stage ``s`` of ``P`` runs forward ``m`` in step ``2m + s`` and backward ``m`` in
-step ``2m + 2P - 1 - s`` of DeepSpeed's numbering.
 """
 
 from __future__ import annotations
@@ -23,14 +20,12 @@ from deepspeed.runtime.pipe.schedule import (
     PipeInstruction,
     ReduceGrads,
     ReduceTiedGrads,
-    TrainSchedule,
 )
 
 from ftckpt.deepspeed.active_engine import steps_of
 from ftckpt.deepspeed.hooks import EngineHooks
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.entry import Proxy
-from ftckpt.schedule.pipeline import pipeline_places
 
 _COMPUTE = {ForwardPass: "forward", BackwardPass: "backward"}
 _END = (ReduceTiedGrads, ReduceGrads, OptimizerStep)
@@ -86,13 +81,7 @@ def follow_pipeline(hooks: EngineHooks, draw_from: Callable[[Any], Any]) -> None
         hooks.phase(kind)
 
     def run_schedule(original: Callable[..., Any], schedule: Any) -> Any:
-        if isinstance(schedule, InferenceSchedule):
-            return original(schedule)
-        if type(schedule) is TrainSchedule:
-            model = pipeline_places(schedule.num_stages, schedule.stage, schedule.num_micro_batches)
-            if model is not None:
-                hooks.checkpointer.expect(*model)
-        return original(PhaseSchedule(schedule))
+        return original(schedule if isinstance(schedule, InferenceSchedule) else PhaseSchedule(schedule))
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
         hooks.begin()

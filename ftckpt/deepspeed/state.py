@@ -13,7 +13,7 @@ from ftckpt.deepspeed import inner_optimizers, optimizers, support
 from ftckpt.deepspeed.active_engine import steps_of
 from ftckpt.deepspeed.geometry import place_parameters
 from ftckpt.frameworks.launcher import log_once
-from ftckpt.frameworks.live_state import RANDOM, LiveState, Rng
+from ftckpt.frameworks.live_state import RANDOM, LiveState
 from ftckpt.frameworks.tensors import frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import (
     Stateful,
@@ -29,6 +29,38 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+def _trackers() -> dict[str, Any]:
+    """RNG trackers by name: DeepSpeed's, and megatron-core's if the model uses its layers."""
+    trackers = {"deepspeed": checkpointing.get_cuda_rng_tracker()}
+    # Not imported here: a model that uses the layers has imported the module.
+    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+    if megatron is not None:
+        trackers["megatron"] = megatron.get_cuda_rng_tracker()
+    return trackers
+
+
+def save_rng() -> dict[str, Any]:
+    """States of all generators that training uses, including those of trackers."""
+    return {**save_generators(), "trackers": {name: dict(one.get_states()) for name, one in _trackers().items()}}
+
+
+def load_rng(saved: Mapping[str, Any]) -> None:
+    """Restores the result of ``save_rng``."""
+    load_generators(saved)
+    for name, tracker in _trackers().items():
+        if name in saved["trackers"]:
+            tracker.set_states(dict(saved["trackers"][name]))
+
+
+def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """Generator states for a rank of another layout; ``built`` is the result of ``save_rng`` before any batch."""
+    plain = {name: state for name, state in built.items() if name != "trackers"}
+    trackers = {
+        name: derive_tracker(f"tracker/{name}", states, iteration) for name, states in built["trackers"].items()
+    }
+    return {**derive_generators(plain, iteration), "trackers": trackers}
+
+
 class DeepSpeedState(LiveState):
     """Implements ``ftckpt.model.training_state.TrainingState``.
 
@@ -40,18 +72,26 @@ class DeepSpeedState(LiveState):
         UnsupportedError: the configuration is not supported; names the JSON field.
     """
 
+    inside = "ds_tensor"
     replaced_remedy = "load before the first batch, and leave states where they are"
+    late_remedy = "call ftckpt.deepspeed.begin_iteration() first in each iteration, before anything is drawn"
+    frozen = frozenset({RANDOM})
+    save_rng, load_rng, derive_rng = staticmethod(save_rng), staticmethod(load_rng), staticmethod(derive_rng)
 
     def __init__(self, engine: Any, objects: Mapping[str, Stateful]) -> None:
         support.check(engine)
         optimizers.check(engine.optimizer)
         self._engine = engine
-        remedy = "call ftckpt.deepspeed.begin_iteration() first in each iteration, before anything is drawn"
-        super().__init__(
-            {"": engine.module}, objects, lambda: engine.lr_scheduler, lambda: [optimizers.inner(engine.optimizer)],
-            lambda: optimizers.owners(engine.optimizer), rng=Rng(save_rng, load_rng, derive_rng),
-            inside="ds_tensor", late=remedy, frozen={RANDOM},
-        )  # fmt: skip
+        super().__init__({"": engine.module}, objects)
+
+    def _scheduler(self) -> Any:
+        return self._engine.lr_scheduler
+
+    def _optimizers(self) -> Sequence[Any]:
+        return [self._inner]
+
+    def _owners(self) -> Sequence[torch.Tensor]:
+        return optimizers.owners(self._engine.optimizer)
 
     @property
     def _inner(self) -> Any:
@@ -137,35 +177,3 @@ def load_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
     for scaler in scalers:
         for name, value in saved.items():
             setattr(scaler, name, value)
-
-
-def _trackers() -> dict[str, Any]:
-    """RNG trackers by name: DeepSpeed's, and megatron-core's if the model uses its layers."""
-    trackers = {"deepspeed": checkpointing.get_cuda_rng_tracker()}
-    # Not imported here: a model that uses the layers has imported the module.
-    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
-    if megatron is not None:
-        trackers["megatron"] = megatron.get_cuda_rng_tracker()
-    return trackers
-
-
-def save_rng() -> dict[str, Any]:
-    """States of all generators that training uses, including those of trackers."""
-    return {**save_generators(), "trackers": {name: dict(one.get_states()) for name, one in _trackers().items()}}
-
-
-def load_rng(saved: Mapping[str, Any]) -> None:
-    """Restores the result of ``save_rng``."""
-    load_generators(saved)
-    for name, tracker in _trackers().items():
-        if name in saved["trackers"]:
-            tracker.set_states(dict(saved["trackers"][name]))
-
-
-def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """Generator states for a rank of another layout; ``built`` is the result of ``save_rng`` before any batch."""
-    plain = {name: state for name, state in built.items() if name != "trackers"}
-    trackers = {
-        name: derive_tracker(f"tracker/{name}", states, iteration) for name, states in built["trackers"].items()
-    }
-    return {**derive_generators(plain, iteration), "trackers": trackers}

@@ -134,12 +134,10 @@ class Integration:
 
     ``config`` is the default of ``attach``. ``patches`` apply to the framework's modules; ``hooks`` to the model,
     optimizer and engine that ``checkpointer`` follows. ``state`` is its training state, if a callback needs it.
-    ``is_installed``: every place of the framework that ftckpt needs is hooked or patched.
     """
 
     def __init__(self) -> None:
         self.config = Config()
-        self.is_installed = False
         self.patches = Patches()
         self.hooks = Patches()
         self._checkpointer: Checkpointer | None = None
@@ -169,7 +167,6 @@ class Integration:
         try:
             self.leave()
         finally:
-            self.is_installed = False
             self.patches.remove()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,66 +31,48 @@ RANDOM = "random numbers"
 """RNG's name in warnings of late changes."""
 
 
-class Rng(NamedTuple):
-    """Functions that save, load, and derive for another layout, the states of all generators of a framework."""
-
-    save: Callable[[], dict[str, Any]]
-    load: Callable[[Mapping[str, Any]], None]
-    derive: Callable[[Mapping[str, Any], int], dict[str, Any]]
-
-
 class LiveState:
     """Base of a framework's ``ftckpt.model.training_state.TrainingState``.
 
     A subclass describes the pieces: ``_describe`` returns them, and parameters by names that do not depend on the
-    layout. It saves and loads what only its framework has: ``_save``, ``_load``, ``_load_reshaped``.
+    layout. It names its scheduler and optimizers, and saves and loads what only its framework has: ``_save``,
+    ``_load``, ``_load_reshaped``.
 
     Args:
         roots: the rank's modules by the prefix of their names.
         objects: stateful objects by name; those of ftckpt itself begin with ``ftckpt.``.
-        scheduler: returns the learning rate scheduler, or None.
-        optimizers: returns the optimizers that step tensors.
-        owners: returns tensors that are neither in a module nor in the groups of an optimizer.
-        rng: the framework's generators.
-        inside: the attribute in which a distributed tensor stores this rank's part.
-        apart: returns True for modules whose extra state the subclass saves.
-        late: the remedy for state that a script changes after the boundary.
-        frozen: names of state that must not change before the first iteration either.
     """
 
     flags_name = "ftckpt.flags"
+    inside = ""
+    """The attribute in which a distributed tensor stores this rank's part; empty: there are none."""
     replaced_remedy = ""
     """The remedy for a tensor that was replaced."""
+    late_remedy = "call step() last in each iteration"
+    """The remedy for state that a script changes after the boundary."""
+    frozen: Collection[str] = ()
+    """Names of state that must not change before the first iteration either."""
+    save_rng: Callable[[], dict[str, Any]] = staticmethod(save_generators)
+    """The states of all generators of the framework; ``load_rng`` restores them, ``derive_rng`` derives those of
+    another layout from the job's initial ones and an iteration."""
+    load_rng: Callable[[Mapping[str, Any]], None] = staticmethod(load_generators)
+    derive_rng: Callable[[Mapping[str, Any], int], dict[str, Any]] = staticmethod(derive_generators)
 
-    def __init__(
-        self,
-        roots: Mapping[str, Any],
-        objects: Mapping[str, Stateful],
-        scheduler: Callable[[], Any],
-        optimizers: Callable[[], Sequence[Any]],
-        owners: Callable[[], Sequence[torch.Tensor]] = tuple,
-        *,
-        rng: Rng = Rng(save_generators, load_generators, derive_generators),  # noqa: B008 - immutable
-        inside: str = "",
-        apart: Callable[[torch.nn.Module], bool] = lambda _module: False,
-        late: str = "call step() last in each iteration",
-        frozen: Collection[str] = (),
-    ) -> None:
-        self._roots, self._inside = roots, inside
-        self._scheduler, self._optimizers, self._owners, self._rng = scheduler, optimizers, owners, rng
+    def __init__(self, roots: Mapping[str, Any], objects: Mapping[str, Stateful]) -> None:
+        self._roots = roots
         self._objects = {name: as_object(value) for name, value in objects.items()}
         self._own = {name: value for name, value in self._objects.items() if not name.startswith("ftckpt.")}
         self._objects |= generators_in(self._named_modules())
-        self._extra = [ExtraState(root, apart) for root in roots.values()]
-        self._live = LiveTensors(self._live_tensors, self._holders, inside)
-        self.late_changes = LateChanges(self._changing, late, frozen)
+        self._extra = [ExtraState(root, self._saves_extra_state) for root in roots.values()]
+        self._live = LiveTensors(self._live_tensors, self._holders, self.inside)
+        self.late_changes = LateChanges(self._changing, self.late_remedy, self.frozen)
         self._loaded_rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
     def describe(self) -> Description:
         if self._built is None:
             # As the job's own setup seeds it, before a restore: RNG of another layout is derived from this.
-            self._built = self._rng.save()
+            self._built = self.save_rng()
         for extra in self._extra:
             extra.refuse()
         described, parameters = self._describe()
@@ -112,8 +94,11 @@ class LiveState:
         self._live.check(self.replaced_remedy)
         own = self._save()
         self.late_changes.boundary()
-        shared = {"rng": self._rng.save(), "scheduler": schedulers.save(self._scheduler())}
+        shared = {"rng": self.save_rng(), "scheduler": schedulers.save(self._scheduler())}
         return {**shared, **own, "objects": save_all(self._objects)}
+
+    def check_objects(self, objects: Sequence[Mapping[str, Any]], is_reshaped: bool) -> None:
+        """See TrainingState; a subclass compares the kinds of optimizers."""
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         schedulers.load(self._scheduler(), objects["scheduler"])  # first: it may write learning rates
@@ -126,15 +111,35 @@ class LiveState:
         schedulers.load_reshaped(self._scheduler(), [saved["scheduler"] for saved in objects])
         self._load_reshaped(objects)
         load_all_reshaped(self._reshaped_objects(), [saved["objects"] for saved in objects])
-        self._loaded_rng = self._rng.derive(self._built, iteration)
+        self._loaded_rng = self.derive_rng(self._built, iteration)
 
     def set_rng(self) -> None:
         """Sets RNG to the loaded state; must follow code that draws random numbers before training."""
         if self._loaded_rng is not None:
-            self._rng.load(self._loaded_rng)
+            self.load_rng(self._loaded_rng)
 
     def _describe(self) -> tuple[Description, Iterable[tuple[str, torch.Tensor]]]:
         raise NotImplementedError
+
+    def _scheduler(self) -> Any:
+        """The learning rate scheduler, or None."""
+        raise NotImplementedError
+
+    def _optimizers(self) -> Sequence[Any]:
+        """The optimizers that step tensors, without a framework's wrappers."""
+        raise NotImplementedError
+
+    def _settled(self) -> Sequence[Any]:
+        """Optimizers whose state must stay where it is described."""
+        return self._optimizers()
+
+    def _owners(self) -> Sequence[torch.Tensor]:
+        """Tensors of the state that no module and no optimizer owns."""
+        return ()
+
+    def _saves_extra_state(self, module: torch.nn.Module) -> bool:
+        """Whether the subclass saves what ``get_extra_state`` of ``module`` returns."""
+        return False
 
     def _save(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -151,7 +156,7 @@ class LiveState:
 
     def _changing(self) -> dict[str, Any]:
         return {
-            RANDOM: self._rng.save(),
+            RANDOM: self.save_rng(),
             "the scheduler": schedulers.save(self._scheduler()),
             "parameter groups": [save_groups(optimizer) for optimizer in self._optimizers()],
             **save_all(self._own),
@@ -162,11 +167,11 @@ class LiveState:
             yield from ((f"{prefix}{name}", module) for name, module in unwrapped(root.named_modules()))
 
     def _holders(self) -> Holders:
-        return Holders(list(self._roots.values()), self._optimizers(), self._owners())
+        return Holders(list(self._roots.values()), self._settled(), self._owners())
 
     def _memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor."""
-        mine: torch.Tensor = getattr(tensor, self._inside, tensor) if self._inside else tensor
+        mine: torch.Tensor = getattr(tensor, self.inside, tensor) if self.inside else tensor
         return mine
 
     def _live_tensors(self) -> Iterator[tuple[str, object, torch.Tensor]]:
@@ -176,7 +181,7 @@ class LiveState:
             for name, buffer in unwrapped(root.named_buffers()):
                 yield "buffer", f"{prefix}{name}", self._memory(buffer)
         yield from (("parameter", name, self._memory(parameter)) for parameter, name in names.items())
-        for index, optimizer in enumerate(self._optimizers()):
+        for index, optimizer in enumerate(self._settled()):
             for what, key, value in state_tensors(optimizer, index, names):
                 yield what, key, self._memory(value)
         yield from (("optimizer's tensor", number, owner) for number, owner in enumerate(self._owners()))

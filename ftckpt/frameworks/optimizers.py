@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +93,17 @@ def without_state(inner: Any) -> list[torch.Tensor]:
     return [p for group in inner.param_groups for p in group["params"] if not inner.state.get(p)]
 
 
+def creates_state_ahead(inner: Any) -> bool:
+    """Whether ``materialise`` can create the optimizer's state: it is a fused one, or torch's own with a function
+    that creates state without a step."""
+    functions = (getattr(type(inner), name, None) for name in ("step", "_init_group"))
+    return is_fused_adam(inner) or all(
+        getattr(function, "__module__", "").startswith("torch.optim.") for function in functions
+    )
+
+
 def materialise(inner: Any) -> None:
-    """Creates the state that torch's Adam, AdamW or SGD, or a FusedAdam, would create in its first step.
+    """Creates the state that a FusedAdam, or an optimizer of torch, would create in its first step.
 
     The arena layout and the copy addresses are fixed before that step.
 
@@ -105,7 +115,7 @@ def materialise(inner: Any) -> None:
         for parameter in without_state(inner):
             initialize_fused_adam(inner, parameter)
         return
-    if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)):
+    if not (creates_state_ahead(inner) or isinstance(inner, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))):
         name = f"{type(inner).__module__}.{type(inner).__qualname__}"
         raise UnsupportedError(f"inner optimizer {name} is not known; known are Adam, AdamW, SGD and {FUSED_ADAM}")
     _separate_numbers(inner)
@@ -113,7 +123,7 @@ def materialise(inner: Any) -> None:
     if missing and isinstance(inner, torch.optim.SGD):
         _materialise_sgd(inner, set(missing))
     elif missing:
-        _materialise_adam(inner)
+        _init_groups(inner)
 
 
 def _separate_numbers(inner: Any) -> None:
@@ -127,32 +137,44 @@ def _separate_numbers(inner: Any) -> None:
                 seen.add(value.data_ptr())
 
 
-def _materialise_adam(inner: Any) -> None:
-    """Calls ``Adam._init_group``, which creates state for parameters with a gradient; any tensor can serve as one."""
-    # After the group, it takes lists to fill; their number differs between versions of torch.
-    lists = len(inspect.signature(inner._init_group).parameters) - 1
+def _init_groups(inner: Any) -> None:
+    """Creates state for parameters without it."""
     for group in inner.param_groups:
         mine = [p for p in group["params"] if not inner.state.get(p)]
         # For a DTensor its local tensor: creating DTensors by torch operations is slow.
-        owners = [p._local_tensor.detach() if hasattr(p, "_local_tensor") else p for p in mine]
-        # No step is taken: moments start as zeros and the step count as 0.
-        before = [(owner, owner.grad) for owner in owners]
-        for owner, _ in before:
-            owner.grad = owner.detach()
-        try:
-            inner._init_group({**group, "params": owners}, *([] for _ in range(lists)))
-        finally:
-            for owner, grad in before:
-                owner.grad = grad
-        for parameter, owner in zip(mine, owners, strict=True):
-            if parameter is not owner:
-                inner.state[parameter] = _as_shards(parameter, inner.state.pop(owner))
+        owners = [p.to_local().detach() if hasattr(p, "to_local") else p for p in mine]
+        _init_group(inner, group, owners)
+        shards = [(p, owner, inner.state.pop(owner)) for p, owner in zip(mine, owners, strict=True) if p is not owner]
+        if all(value.shape in ((), owner.shape) for _, owner, state in shards for value in state.values()):
+            for parameter, _, state in shards:
+                inner.state[parameter] = _as_shards(parameter, state)
+        else:  # sums over a dimension, which may be the sharded one
+            _init_group(inner, group, [parameter for parameter, _, _ in shards])
+
+
+def _init_group(inner: Any, group: Mapping[str, Any], owners: Sequence[torch.Tensor]) -> None:
+    """Calls torch's ``_init_group``, which creates state for parameters with a gradient; any tensor can serve as one.
+
+    No step is taken: moments start as zeros and the step count as 0.
+    """
+    # After the group, it takes lists to fill; their number differs between optimizers and versions of torch.
+    lists = len(inspect.signature(inner._init_group).parameters) - 1
+    before = [(owner, owner.grad) for owner in owners]
+    for owner, _ in before:
+        owner.grad = owner.detach()
+    try:
+        inner._init_group({**group, "params": owners}, *([] for _ in range(lists)))
+    finally:
+        for owner, grad in before:
+            owner.grad = grad
 
 
 def _as_shards(parameter: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Wraps the state of the local part of ``parameter`` in DTensors like it, except the step count."""
+    """Wraps the state of the local part of ``parameter`` in DTensors like it, except single numbers."""
     return {
-        name: value if name == "step" else type(parameter)(value, parameter._spec, requires_grad=False)
+        name: value
+        if name == "step" or value.shape != parameter._local_tensor.shape
+        else type(parameter)(value, parameter._spec, requires_grad=False)
         for name, value in state.items()
     }
 
@@ -167,12 +189,18 @@ def _materialise_sgd(inner: Any, missing: set[torch.Tensor]) -> None:
                 inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+_KNOWN_PACKAGES = "torch.", "deepspeed.", "apex.", "transformer_engine.", "megatron."
+
+
 def kind_of(inner: Any) -> str:
-    """The optimizer's name in a snapshot: its class, or the algorithm if several fused classes implement it."""
-    adds_decay = getattr(inner, "adam_w_mode", None)
-    if adds_decay is None:
-        return type(inner).__name__
-    return f"{'AdamW' if adds_decay else 'Adam'} (fused)"
+    """The optimizer's name in a snapshot: its class, or the algorithm if several fused classes implement it.
+
+    With its module for a class of another package: several have classes of one name.
+    """
+    adds_decay, kind = getattr(inner, "adam_w_mode", None), type(inner)
+    if adds_decay is not None:
+        return f"{'AdamW' if adds_decay else 'Adam'} (fused)"
+    return kind.__name__ if kind.__module__.startswith(_KNOWN_PACKAGES) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def check_kind(inner: Any, saved: str) -> None:
@@ -185,8 +213,15 @@ def check_kind(inner: Any, saved: str) -> None:
 
 
 def save_groups(inner: Any) -> list[dict[str, Any]]:
-    """The settings of each group, without parameters: learning rate, weight decay, a fused optimizer's ``step``."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
+    """The settings of each group, without parameters: learning rate, weight decay, a fused optimizer's ``step``.
+
+    Types, functions and enumerations are settings of the script that no step changes, and are left out.
+    """
+    return [{k: v for k, v in group.items() if k != "params" and not _is_constant(v)} for group in inner.param_groups]
+
+
+def _is_constant(value: Any) -> bool:
+    return callable(value) or isinstance(value, (torch.dtype, Enum))
 
 
 def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:

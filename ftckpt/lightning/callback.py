@@ -138,7 +138,7 @@ def _check_model(trainer: Any) -> None:
     """Raises UnsupportedError for a model or callbacks that ftckpt does not restore."""
     if (number := len(trainer.optimizers)) != 1:
         raise UnsupportedError(
-            f"configure_optimizers: {number} optimizers, and ftckpt restores one; make them parameter groups of one"
+            f"configure_optimizers: {number} optimizers, ftckpt restores one; make the others parameter groups of it"
         )
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
         raise UnsupportedError("training_step: ftckpt cannot count the batches of dataloader_iter; take a batch")

@@ -2,7 +2,6 @@
 
 ftckpt run ... SCRIPT ARGS... --ftckpt                     the launcher, which hooks Megatron at run time
 torchrun ... -m ftckpt.megatron SCRIPT ARGS... --ftckpt    the runner, which does the same under another launcher
-torchrun ... SCRIPT ARGS... --ftckpt                       with a Megatron-LM patched by patches/apply.sh
 
 Input: model chunks, optimizer, scheduler and objects of a Megatron rank. Output: a checkpointer that follows its
 schedules. Importing this module loads neither torch nor Megatron.

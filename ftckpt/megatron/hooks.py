@@ -1,12 +1,12 @@
-"""Run-time hooks for an unpatched Megatron: they call the same callbacks as a patched one, at the same points.
+"""Run-time hooks for megatron.core: they follow its schedules and fence its optimizer.
 
 In megatron.core the three schedule functions and the optimizer's step are wrapped. A permanent listener in
 ``finalize_model_grads_func``, which schedules call after the last backward, is not possible: train loops overwrite
 the field and scripts may leave it None; ``config.timers`` may be shared with other code. So each run of a schedule
 wraps the current values of these fields and restores them afterwards.
 
-A patched module (patches/) is not wrapped. In both cases functions that evaluate, save and load are wrapped while a
-checkpointer is attached, to exclude their time from the cost of snapshots.
+Functions that evaluate, save and load are wrapped while a checkpointer is attached, to exclude their time from the
+cost of snapshots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import megatron.core
-from megatron.core.optimizer import optimizer as optimizer_module
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
@@ -24,7 +23,7 @@ from ftckpt.config import Config
 from ftckpt.frameworks import entry, versions
 from ftckpt.frameworks.hooks import Hook
 from ftckpt.megatron import geometry, phases
-from ftckpt.megatron.job import check_layout, door, follower, is_patched
+from ftckpt.megatron.job import check_layout, door, follower
 from ftckpt.megatron.optimizers import is_distributed, leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 from ftckpt.session.checkpointer import Checkpointer
@@ -43,7 +42,7 @@ _PAUSES = (
     "load_checkpoint",
 )
 """Functions of ``megatron.training.training`` during which training pauses; a release may lack some."""
-_OF_SCHEDULES = ("model", "num_microbatches", "forward_only")
+_OF_SCHEDULES = ("model", "forward_only")
 """Arguments of schedules that are read by name."""
 
 
@@ -77,13 +76,12 @@ def check(model: Any, optimizer: Any) -> None:
 
 
 def install() -> None:
-    """Wraps the schedule functions unless they are patched; idempotent.
+    """Wraps the schedule functions; idempotent.
 
     Raises:
         UnsupportedError: this release of megatron.core does not have them.
     """
     versions.require(_release(), schedules, dict.fromkeys(_SCHEDULES, _OF_SCHEDULES))
-    door.is_installed = True
     for name in _SCHEDULES:
         wrap_once(schedules, name, _run_schedule)
 
@@ -108,8 +106,7 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
             checkpointer.pause()
         return original(*args, **kwargs)
 
-    if not is_patched(optimizer_module):
-        door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
+    door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
     training = sys.modules.get("megatron.training.training")
     for name in _PAUSES:
         if callable(getattr(training, name, None)):
@@ -122,12 +119,12 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
 
 
 def wrap_once(module: Any, name: str, around: Callable[..., Any], arguments: Sequence[str] = ()) -> None:
-    """Wraps a function of Megatron unless it is patched or wrapped; ``arguments`` are those that ``around`` reads.
+    """Wraps a function of Megatron unless it is wrapped; ``arguments`` are those that ``around`` reads.
 
     Raises:
         UnsupportedError: the function is missing or has other arguments: at the first boundary it would be late.
     """
-    if not is_patched(module) and not door.patches.has(module, name):
+    if not door.patches.has(module, name):
         versions.require(_release(), module, {name: arguments})
         door.patches.wrap(module, name, around)
 
@@ -145,7 +142,7 @@ def _run_schedule(original: Callable[..., Any], **kwargs: Any) -> Any:
     # Read at each run, because a train loop may set them between two iterations.
     before = config.finalize_model_grads_func, config.timers
     try:
-        phases.follow(checkpointer, config, kwargs["num_microbatches"])
+        phases.follow(checkpointer, config)
         return original(**kwargs)
     finally:
         config.finalize_model_grads_func, config.timers = before

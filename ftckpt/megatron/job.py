@@ -1,10 +1,8 @@
-"""Process-wide state of the integration: the followed job, its layout, and the patches of its Megatron."""
+"""Process-wide state of the integration: the followed job and its layout."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.errors import LayoutError
@@ -18,18 +16,6 @@ if TYPE_CHECKING:
 door = entry.Integration()
 # Process-wide, because the command line is rewritten long before a model is attached.
 choice: Choice | None = None
-
-ALIAS = "ftckpt"
-"""The name under which a patched module imports ``ftckpt.megatron.callbacks``."""
-CORE = ("megatron.core.pipeline_parallel.schedules", "megatron.core.optimizer.optimizer")
-"""The modules of megatron.core that are patched."""
-
-
-def is_patched(module: ModuleType) -> bool:
-    """Whether a module of Megatron is patched."""
-    # By identity: a script may have another object under this name.
-    callbacks = sys.modules.get("ftckpt.megatron.callbacks")
-    return callbacks is not None and getattr(module, ALIAS, None) is callbacks
 
 
 def require_layout(chosen: Choice) -> Choice:

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core import parallel_state as mpu
-
 from ftckpt.frameworks.entry import Proxy
-from ftckpt.schedule.pipeline import pipeline_places
 from ftckpt.session.checkpointer import Checkpointer
 
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
@@ -59,7 +56,7 @@ class PhaseTimers(Proxy):
         return timer if kind is None else _ComputeTimer(timer, self._checkpointer, kind)
 
 
-def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
+def follow(checkpointer: Checkpointer, config: Any) -> None:
     """Wraps the fields of ``config`` in listeners at the start of a schedule's run."""
     finalize = config.finalize_model_grads_func
 
@@ -68,7 +65,7 @@ def follow(checkpointer: Checkpointer, config: Any, micro_batches: int) -> None:
         return finalize(*args, **kwargs) if finalize is not None else None
 
     config.finalize_model_grads_func = finalize_in_the_tail
-    config.timers = _begin(checkpointer, config, micro_batches)
+    config.timers = _begin(checkpointer, config)
 
 
 def _shows_no_gaps(config: Any) -> bool:
@@ -76,17 +73,11 @@ def _shows_no_gaps(config: Any) -> bool:
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
-def _begin(checkpointer: Checkpointer, config: Any, micro_batches: int) -> Any:
+def _begin(checkpointer: Checkpointer, config: Any) -> Any:
     """Reports the start of the schedule; returns the value of ``config.timers`` during its run."""
     if _shows_no_gaps(config):
         checkpointer.phase("forward")
         return config.timers
-    stages, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    group = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    model = pipeline_places(stages, stage, micro_batches, chunks, group)
-    if model is not None:
-        checkpointer.expect(*model)
     # Before its first compute step a stage waits for its input, so the schedule starts in a window.
     checkpointer.phase("window")
     return PhaseTimers(config.timers, checkpointer)

@@ -11,13 +11,58 @@ from megatron.core.utils import unwrap_model
 
 from ftckpt.errors import MismatchError
 from ftckpt.frameworks import torch_state as generators
-from ftckpt.frameworks.live_state import LiveState, Rng
+from ftckpt.frameworks.live_state import LiveState
 from ftckpt.frameworks.tensors import flat, fragments, frozen_pieces, unwrapped, whole_piece
 from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.fp8 import ScalingState
 from ftckpt.megatron.geometry import Geometry, place_tensors
 from ftckpt.model.training_state import Description, Piece
+
+
+def save_rng() -> dict[str, Any]:
+    """States of all generators that training uses, including Megatron's tracker."""
+    return {**generators.save_generators(), "tracker": _tracker_states()}
+
+
+def load_rng(saved: Mapping[str, Any]) -> None:
+    """Restores the result of ``save_rng``, bit-exact, on the layout of the snapshot."""
+    generators.load_generators(saved)
+    tracker = get_cuda_rng_tracker()
+    live = tracker.get_states()
+    tracker.set_states({name: _graph_safe(state, live) for name, state in saved["tracker"].items()})
+
+
+def _tracker_states() -> dict[str, torch.Tensor]:
+    """The tracker's states; trackers for CUDA graphs (Megatron's, Transformer Engine's) have generators instead."""
+    states = get_cuda_rng_tracker().get_states()
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in states.items()
+    }
+
+
+def _graph_safe(state: torch.Tensor, live: Mapping[str, Any]) -> Any:
+    """Converts ``state`` to the representation in ``live``: a tensor or a generator."""
+    for generator in live.values():
+        if isinstance(generator, torch.Generator):
+            # A new generator, as in Megatron's own checkpoints: the old one's state may be shared.
+            fresh = generator.clone_state()
+            fresh.set_state(state)
+            return fresh
+    return state
+
+
+def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """Generator states for a rank of another layout; ``built`` is the result of ``save_rng`` before any batch.
+
+    No rank of the snapshot corresponds to this one: its dropout masks would belong to another part of the model. So
+    each generator gets a 64-bit seed from its name, its state after the job's own setup, and the iteration.
+    Generators that the job seeded equally (default generators of tensor-parallel ranks) stay equal, others
+    (tensor-parallel regions, experts, stages) stay different, and a repeated restart draws the same numbers.
+    """
+    plain = {name: state for name, state in built.items() if name != "tracker"}
+    tracker = generators.derive_tracker("tracker", built["tracker"], iteration)
+    return {**generators.derive_generators(plain, iteration), "tracker": tracker}
 
 
 class MegatronState(LiveState):
@@ -33,6 +78,7 @@ class MegatronState(LiveState):
     """
 
     replaced_remedy = "attach ftckpt after the last load, and write into tensors instead of replacing them"
+    save_rng, load_rng, derive_rng = staticmethod(save_rng), staticmethod(load_rng), staticmethod(derive_rng)
 
     def __init__(
         self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Stateful, objects: Mapping[str, Stateful]
@@ -42,9 +88,17 @@ class MegatronState(LiveState):
         self._leaves = optimizers.leaf_optimizers(optimizer)
         self._scaling = ScalingState(self._chunks)
         roots = {f"{index}.": chunk for index, chunk in enumerate(self._chunks)}
-        inner = [leaf.optimizer for leaf in self._leaves]
-        rng = Rng(save_rng, load_rng, derive_rng)
-        super().__init__(roots, objects, lambda: scheduler, lambda: inner, rng=rng, apart=self._scaling.has)
+        self._lr_scheduler = scheduler
+        super().__init__(roots, objects)
+
+    def _scheduler(self) -> Stateful:
+        return self._lr_scheduler
+
+    def _optimizers(self) -> Sequence[Any]:
+        return [leaf.optimizer for leaf in self._leaves]
+
+    def _saves_extra_state(self, module: torch.nn.Module) -> bool:
+        return self._scaling.has(module)
 
     def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         for module in (module for chunk in self._chunks for module in chunk.modules()):
@@ -105,48 +159,3 @@ class MegatronState(LiveState):
                         yield Piece(fragment, view)
                 else:
                     yield whole_piece(f"local/{index}.{name}", buffer)
-
-
-def save_rng() -> dict[str, Any]:
-    """States of all generators that training uses, including Megatron's tracker."""
-    return {**generators.save_generators(), "tracker": _tracker_states()}
-
-
-def load_rng(saved: Mapping[str, Any]) -> None:
-    """Restores the result of ``save_rng``, bit-exact, on the layout of the snapshot."""
-    generators.load_generators(saved)
-    tracker = get_cuda_rng_tracker()
-    live = tracker.get_states()
-    tracker.set_states({name: _graph_safe(state, live) for name, state in saved["tracker"].items()})
-
-
-def _tracker_states() -> dict[str, torch.Tensor]:
-    """The tracker's states; trackers for CUDA graphs (Megatron's, Transformer Engine's) have generators instead."""
-    states = get_cuda_rng_tracker().get_states()
-    return {
-        name: state.get_state() if isinstance(state, torch.Generator) else state for name, state in states.items()
-    }
-
-
-def _graph_safe(state: torch.Tensor, live: Mapping[str, Any]) -> Any:
-    """Converts ``state`` to the representation in ``live``: a tensor or a generator."""
-    for generator in live.values():
-        if isinstance(generator, torch.Generator):
-            # A new generator, as in Megatron's own checkpoints: the old one's state may be shared.
-            fresh = generator.clone_state()
-            fresh.set_state(state)
-            return fresh
-    return state
-
-
-def derive_rng(built: Mapping[str, Any], iteration: int) -> dict[str, Any]:
-    """Generator states for a rank of another layout; ``built`` is the result of ``save_rng`` before any batch.
-
-    No rank of the snapshot corresponds to this one: its dropout masks would belong to another part of the model. So
-    each generator gets a 64-bit seed from its name, its state after the job's own setup, and the iteration.
-    Generators that the job seeded equally (default generators of tensor-parallel ranks) stay equal, others
-    (tensor-parallel regions, experts, stages) stay different, and a repeated restart draws the same numbers.
-    """
-    plain = {name: state for name, state in built.items() if name != "tracker"}
-    tracker = generators.derive_tracker("tracker", built["tracker"], iteration)
-    return {**generators.derive_generators(plain, iteration), "tracker": tracker}

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import xxhash
 
 from ftckpt.array_types import Hashes
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
+from ftckpt.memory.atomic_files import remove_unfinished
 from ftckpt.memory.checks import Check, Checks, CheckState
-from ftckpt.memory.control_block import ControlBlock, SlotRecord, SlotState, control_bytes
+from ftckpt.memory.control_block import CONTROL_NAME, ControlBlock, SlotRecord, SlotState, make_control
 from ftckpt.memory.corruption import HEADER, OBJECTS, PADDING, Corruption
 from ftckpt.memory.directory import (
     LOCK_NAME,
     arena_path,
-    fresh_name,
     lock_arena,
     remove_arena,
-    remove_half_made,
     remove_stale,
     remove_tree,
     require_own,
 )
 from ftckpt.memory.image import SlotImage
 from ftckpt.memory.locks import FileLock
-from ftckpt.memory.mapping import FileId, Mapping, create_mapping, open_mapping
+from ftckpt.memory.mapping import FileId, Mapping, open_mapping
 from ftckpt.memory.parity_file import parity_of
 from ftckpt.memory.slots import (
     FreshSlot,
@@ -43,14 +41,6 @@ from ftckpt.memory.slots import (
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 
-Progress = Callable[[int, int], None]
-"""Receives the bytes done and their total."""
-HashesOf = Callable[[Iterable[int]], Iterable[int]]
-"""Computes the hashes of chunks from their numbers."""
-
-
-CONTROL_NAME = "control"
-
 
 def clear_arena(path: Path) -> None:
     """Delete the files of an unreadable arena except its lock and its parity, which reconstructs other arenas.
@@ -63,30 +53,6 @@ def clear_arena(path: Path) -> None:
     for entry in list(path.iterdir()):
         if entry.name not in kept:
             entry.unlink(missing_ok=True)
-
-
-@contextmanager
-def open_control(path: Path, writable: bool = False) -> Iterator[ControlBlock]:
-    """Map only the control block of the arena at ``path``; the state of its slots does not matter.
-
-    Raises:
-        ArenaError: missing, or owned by another user.
-        CorruptError, MismatchError: corrupt, or of another format version.
-    """
-    require_own(path)
-    with (
-        closing(open_mapping(path / CONTROL_NAME, None, writable)) as mapping,
-        closing(ControlBlock(mapping.data)) as block,
-    ):
-        yield block
-
-
-def _make_control(directory: Path, slots: int, image: SlotImage) -> Mapping:
-    with fresh_name(directory / CONTROL_NAME) as fresh:
-        control = create_mapping(fresh, control_bytes(slots, len(image.chunks)))
-        ControlBlock.format_into(control.data, image, slots).close()
-        fresh.rename(directory / CONTROL_NAME)
-    return control
 
 
 def _unmap(slot: SlotMapping) -> None:
@@ -152,7 +118,7 @@ class Arena:
                         files[slot] = mapping = FreshSlot(directory / slot_name(slot), image).take()
                         undo.callback(mapping.close)
                     # The control block comes last: no process takes a directory without one for an arena.
-                    control = undo.enter_context(closing(_make_control(directory, slots, image)))
+                    control = undo.enter_context(closing(make_control(directory, slots, image)))
                     # Atomic: a listing shows the complete arena or none. For a cleared arena this does nothing.
                     directory.rename(final)
                 undo.pop_all()
@@ -242,20 +208,14 @@ class Arena:
         self._delete(slot)
 
     def lock(self, deadline_secs: float) -> None:
-        """Acquire the arena's writer lock until ``unlock`` or ``close``.
+        """Acquire the arena's writer lock until ``close``.
 
         Raises:
             ArenaError: another process, named by pid, still has the lock after ``deadline_secs``.
         """
         self._lock = lock_arena(self.path, deadline_secs)
         # Under the lock: only its owner creates slots, so unfinished ones belong to a killed process.
-        remove_half_made(self.path, "slot*")
-
-    def unlock(self) -> None:
-        """Release the lock, if any."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        remove_unfinished(self.path, "slot*")
 
     def renew(self, slot: int) -> None:
         """Replace the file of a corrupt ``slot`` by an empty one.
@@ -378,12 +338,11 @@ class Arena:
         """The objects in use, not verified; raises CorruptError if their length exceeds the capacity."""
         return self._objects(slot, self.control.record(slot))
 
-    def verify(self, slot: int, on_progress: Progress | None = None, hashes_of: HashesOf | None = None) -> Corruption:
+    def verify(self, slot: int) -> Corruption:
         """Check every byte of ``slot`` that has a checksum and return its corruption.
 
         Every byte of a snapshot has one, except the chunks of an ``unchecked`` snapshot. A slot without a snapshot
-        or with a torn record is reported as unusable. Unused object capacity is not read. ``hashes_of`` computes the
-        chunk hashes; default: one ``hash_chunk`` call after another.
+        or with a torn record is reported as unusable. Unused object capacity is not read.
         """
         error = self.slot_error(slot)
         if error is not None:
@@ -391,18 +350,9 @@ class Arena:
         record = self.control.record(slot)
         if not record.sealed:
             return Corruption(reason="record")
-        hashes, bad_chunks = self._hashes(slot, record), []
+        hashes = self._hashes(slot, record)
         expected = [] if hashes is None else hashes.tolist()
-        hashes_of = hashes_of or partial(map, partial(self.hash_chunk, slot))
-        for chunk, value in enumerate(hashes_of(range(len(expected)))):
-            if value != expected[chunk]:
-                bad_chunks.append(chunk)
-            if on_progress is not None:
-                on_progress(self.image.chunks[chunk].end, self.image.file_bytes)
-        damage = self.damage(slot, record, bad_chunks)
-        if on_progress is not None:
-            on_progress(self.image.file_bytes, self.image.file_bytes)
-        return damage
+        return self.damage(slot, record, [n for n, value in enumerate(expected) if self.hash_chunk(slot, n) != value])
 
     def damage(self, slot: int, record: SlotRecord, bad_chunks: Iterable[int]) -> Corruption:
         """The result of ``verify`` for a slot with ``record`` whose chunks the caller has already checked."""
@@ -424,7 +374,8 @@ class Arena:
 
     def close(self) -> None:
         """Release the lock and unmap. Remaining views are no error: they keep their memory mapped."""
-        self.unlock()
+        if self._lock is not None:
+            self._lock.release()
         self._checks = None
         # Views before their mapping: a live view keeps it mapped.
         self.control.close()

@@ -1,4 +1,4 @@
-"""The file ``checks`` of an arena: the SMP's checksums of sealed slots, and its read leases.
+"""The file ``checks`` of an arena: the SMP's checksums of sealed slots.
 
 A record file (``record``) with two records per slot. The CHECKED record has the checksums of the chunks as words, and
 the sequence of the control record and the gap as fields. The ENCODED record has no words and names a snapshot and a
@@ -9,26 +9,21 @@ combines records of different seals. ``FORMAT.md`` has the byte map.
 from __future__ import annotations
 
 import struct
-import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from ftckpt.array_types import Hashes
 from ftckpt.errors import ArenaError, ConfigError, CorruptError, MismatchError
+from ftckpt.memory.atomic_files import fresh_name, remove_unfinished
 from ftckpt.memory.control_block import MAX_SLOTS, SealId
-from ftckpt.memory.directory import fresh_name, remove_half_made
 from ftckpt.memory.mapping import Mapping, create_mapping, file_id, open_mapping
 from ftckpt.memory.record import EMPTY, HEADER_BYTES, RECORD_BYTES, WRITING, Format, Header, Record, Records, Stores
 from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 
 CHECKS_NAME = "checks"
-MAX_LEASE_SECS = 60.0
-"""Maximum duration of a lease; a lease with a later end is corrupt and ignored."""
-
-_LEASES = HEADER_BYTES
-_ENCODED = _LEASES + 8 * MAX_SLOTS
+_ENCODED = HEADER_BYTES + 8 * MAX_SLOTS  # after 8 unused bytes per slot
 FORMAT = Format("checks file", b"FTCKPTCK", 1, fixed_bytes=8 * MAX_SLOTS + RECORD_BYTES * MAX_SLOTS)
 _FIELDS = struct.Struct("<Qd8x")  # sequence, gap in seconds; fields of a record have 24 bytes
 _U64 = struct.Struct("<Q")
@@ -141,41 +136,9 @@ class Checks:
         """Clear ENCODED. CHECKED stays: it may have the only checksums of the snapshot."""
         self._encoded.give_up(slot, EMPTY)
 
-    def clear(self, slot: int) -> None:
-        """Set NONE: drop the entry for ``slot``."""
-        # In the order of ``store_checked``: ENCODED never exists without its CHECKED.
-        self._encoded.give_up(slot, EMPTY)
-        self._checked.give_up(slot, EMPTY)
-
-    def lease(self, slot: int, until_ns: int) -> None:
-        """Lease ``slot`` for reading until ``until_ns`` (``time.monotonic_ns``); the trainer does not overwrite it.
-
-        Raises:
-            ValueError: longer than ``MAX_LEASE_SECS``; readers would ignore it.
-        """
-        if until_ns > time.monotonic_ns() + MAX_LEASE_SECS * 1e9:
-            raise ValueError(f"a lease of slot {slot} for more than {MAX_LEASE_SECS:.0f} s")
-        self._stores.store(self._lease_of(slot), _U64.pack(until_ns))
-
-    def leased(self, slot: int) -> bool:
-        """Whether the SMP has a lease on ``slot`` now."""
-        at = self._lease_of(slot)
-        left = int.from_bytes(self._stores.data[at : at + 8], "little") - time.monotonic_ns()
-        # Two bounds: the lease of a killed SMP expires, and an endless one from a corrupt file is ignored.
-        return 0 < left <= MAX_LEASE_SECS * 1e9
-
-    def release(self, slot: int) -> None:
-        """End the lease of ``slot``."""
-        self._stores.store(self._lease_of(slot), bytes(8))
-
     def close(self) -> None:
         self._stores.data.release()  # before the mapping, which stays mapped while a view lives
         self._map.close()
-
-    def _lease_of(self, slot: int) -> int:
-        if not 0 <= slot < self.slots:
-            raise IndexError(f"slot {slot} of {self.slots}")
-        return _LEASES + 8 * slot
 
 
 def checks_bytes(slots: int, num_chunks: int) -> int:
@@ -199,7 +162,7 @@ def _open(path: Path, slots: int, num_chunks: int, digest: bytes, writable: bool
 def _create(path: Path, slots: int, num_chunks: int, digest: bytes) -> None:
     """Create an empty file under a temporary name and replace any existing one by it."""
     try:
-        remove_half_made(path.parent, f"{path.name}*")
+        remove_unfinished(path.parent, f"{path.name}*")
         with fresh_name(path) as fresh:
             nbytes = checks_bytes(slots, num_chunks)
             mapping = create_mapping(fresh, nbytes)

@@ -9,27 +9,35 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ftckpt.errors import ArenaError, ConfigError, CorruptError
 from ftckpt.memory import record
+from ftckpt.memory.atomic_files import fresh_name
+from ftckpt.memory.directory import require_own
 from ftckpt.memory.image import SlotImage
+from ftckpt.memory.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.memory.record import MARK_BYTES, Format, Header, Mark, Records, Stores
 from ftckpt.model.manifest import MAX_CHUNKS
 from ftckpt.model.snapshot import SnapshotId
 
+CONTROL_NAME = "control"
+"""File name of an arena's control block."""
 MAX_SLOTS = 64
-"""``checks`` has room for this many leases and ENCODED records."""
+"""``checks`` has room for this many ENCODED records."""
 MAX_SHARD_BYTES = 256
 """Room for the shard's name, which has at most 200 characters."""
 FORMAT = Format("control block", b"FTCKPTCB", 5, fixed_bytes=5 * MARK_BYTES)
 
 _PLACES = tuple(record.HEADER_BYTES + MARK_BYTES * place for place in range(5))
-_WHOLE, _TARGET, _PROTECTED, _CAPACITY, _FLUSH = _PLACES
+_WHOLE, _TARGET, _PROTECTED, _, _FLUSH = _PLACES  # the fourth is unused
 _FIELDS = struct.Struct("<QQQ")  # sequence, bytes of objects used, their hash
 _OBJECTS = struct.Struct("<QQ")  # the last two of them, at byte 8
 _U64 = struct.Struct("<Q")
@@ -201,10 +209,6 @@ class ControlBlock:
         """Mark the snapshot that all ranks agreed to flush to storage."""
         self._marks[_FLUSH].write(snapshot)
 
-    def mark_capacity(self, nbytes: int) -> None:
-        """Store the bytes of a snapshot that fit into this rank's windows, as measured."""
-        self._marks[_CAPACITY].write(None, nbytes)
-
     def whole(self) -> SnapshotId | None:
         """The newest committed snapshot; None if there is none.
 
@@ -227,11 +231,6 @@ class ControlBlock:
     def flush(self) -> SnapshotId | None:
         """The snapshot to flush to storage; None if there is none, or the mark is lost."""
         return self._advice(_FLUSH)
-
-    def capacity(self) -> int | None:
-        """Bytes of a snapshot that fit into this rank's windows; None if not measured, or the mark is lost."""
-        marked = self._marks[_CAPACITY].read()
-        return None if marked is None else marked[1]
 
     def close(self) -> None:
         """Release the buffer."""
@@ -258,3 +257,28 @@ class ControlBlock:
 def control_bytes(slots: int, num_chunks: int) -> int:
     """Size of a control block in bytes."""
     return FORMAT.text_offset(slots, num_chunks) + MAX_SHARD_BYTES
+
+
+@contextmanager
+def open_control(path: Path, writable: bool = False) -> Iterator[ControlBlock]:
+    """Map only the control block of the arena at ``path``; the state of its slots does not matter.
+
+    Raises:
+        ArenaError: missing, or owned by another user.
+        CorruptError, MismatchError: corrupt, or of another format version.
+    """
+    require_own(path)
+    with (
+        closing(open_mapping(path / CONTROL_NAME, None, writable)) as mapping,
+        closing(ControlBlock(mapping.data)) as block,
+    ):
+        yield block
+
+
+def make_control(directory: Path, slots: int, image: SlotImage) -> Mapping:
+    """Create the control block of an arena under construction; the caller closes it."""
+    with fresh_name(directory / CONTROL_NAME) as fresh:
+        control = create_mapping(fresh, control_bytes(slots, len(image.chunks)))
+        ControlBlock.format_into(control.data, image, slots).close()
+        fresh.rename(directory / CONTROL_NAME)
+    return control

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,6 +18,18 @@ class LoadTarget(NamedTuple):
 
     begin: int
     memory: memoryview
+
+
+class TargetPart(NamedTuple):
+    """Consecutive bytes ``span`` of a chunk, and the targets inside it, ascending and disjoint."""
+
+    span: Span
+    targets: Sequence[LoadTarget]
+
+
+TargetParts = Callable[[], Iterable[TargetPart]]
+"""Gives all bytes of a chunk in parts, in order. The targets of a part are filled when the next one is requested, so
+that parts may share memory; all parts are requested again if the chunk is read again."""
 
 
 def cover(span: Span, landings: Sequence[LoadTarget], gap: Callable[[int, int], memoryview]) -> Iterator[memoryview]:

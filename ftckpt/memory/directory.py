@@ -10,14 +10,14 @@ import secrets
 import shutil
 import signal
 import stat
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError
 from ftckpt.events import log
+from ftckpt.memory.atomic_files import UNFINISHED, remove_unfinished, replace_link
 from ftckpt.memory.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
 from ftckpt.memory.log_archive import SmpLog, keep_logs, take_log
 from ftckpt.memory.process import Process
@@ -33,59 +33,25 @@ SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.
 """The node's SMP: lock, socket, configuration, log."""
 TOLD_NAME = ".told"
 """A dangling link whose target says how much of the SMP's log trainers have searched for warnings."""
-WORD_NAME = ".word"
+TOKEN_NAME = ".word"
 """A dangling link to a token that a node's first rank writes: ranks that read it share its directory."""
 ENDS_NAME = ".ends"
 """Exit notes of the last attempt, see ``ftckpt.memory.end_notes``."""
 LINEAGE_NAME = ".lineage"
 """The lineage of the node's snapshots, see ``ftckpt.memory.lineage_file``."""
 INTERVAL_NAME = ".interval"
-"""A dangling link whose target is the interval that keeps the budget, see ``ftckpt.memory.interval_file``."""
+"""A dangling link whose target is the interval that keeps the budget, see ``ftckpt.session.attempt``."""
 MIRROR_NAME = ".mirror"
 """The directory in which the SMP keeps packages of shards of other nodes."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_NAME, PULSE_NAME)
 """All files of the SMP in a node's directory, except ``.mirror``, unfinished files, and files in arenas."""
 _END_SECS = 10.0
 """Deadline for an SMP to exit; SIGKILL follows after half of it."""
-NODE_NAMES = (PINNING_NAME, WORD_NAME, ENDS_NAME, LINEAGE_NAME, INTERVAL_NAME, JOB_LOCK_NAME)
+NODE_NAMES = (PINNING_NAME, TOKEN_NAME, ENDS_NAME, LINEAGE_NAME, INTERVAL_NAME, JOB_LOCK_NAME)
 """All other files in a node's directory. ftckpt deletes no file with another name, except in arenas."""
 SHARD_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 """Shard names: short enough for a file name with digest and suffix, and never a path."""
 _ARENA = re.compile(rf"{SHARD_PATTERN}\.[0-9a-f]{{8}}")
-_HALF_MADE = f"{'[0-9a-f]' * 8}.new"
-"""The pattern of the end of a ``fresh_name``."""
-
-_writing: set[str] = set()  # names in use by threads of this process
-_guard = threading.Lock()
-
-
-@contextmanager
-def fresh_name(path: Path) -> Iterator[Path]:
-    """Yield a unique temporary name in the directory of ``path``; a file that still has it at the end is deleted."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-    with _guard:
-        _writing.add(fresh.name)
-    try:
-        yield fresh
-    finally:
-        # In this order: while the file exists, no other thread takes it for one that a killed process left.
-        with suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        with _guard:
-            _writing.discard(fresh.name)
-
-
-def remove_half_made(directory: Path, name: str = "*") -> list[Path]:
-    """Delete unfinished files that killed processes left for ``name`` (a pattern); returns them.
-
-    Only the process that creates such files may call this: it cannot tell which names other processes use.
-    """
-    with _guard:
-        there = sorted(directory.glob(f".{name}.{_HALF_MADE}"))
-        doomed = [path for path in there if path.name not in _writing and not _is_plain_dir(path)]
-    for path in doomed:
-        path.unlink(missing_ok=True)
-    return doomed
 
 
 def node_directory(root: Path, job: str, node: str, *, makes: bool = True) -> Path:
@@ -177,21 +143,11 @@ def remove_stale(node_dir: Path, shard: str = "") -> list[Path]:
     return removed
 
 
-def leave_word(node_dir: Path) -> str:
+def write_token(node_dir: Path) -> str:
     """Write a new random token into a node's directory, replacing any; returns it."""
-    word = secrets.token_hex(16)
-    (node_dir / WORD_NAME).unlink(missing_ok=True)
-    # Stored as a link target: file contents need a page, and the tmpfs may be full.
-    (node_dir / WORD_NAME).symlink_to(word)
-    return word
-
-
-def read_word(node_dir: Path) -> str:
-    """The token of the last ``leave_word``; empty if there is none."""
-    try:
-        return os.readlink(node_dir / WORD_NAME)
-    except OSError:
-        return ""
+    token = secrets.token_hex(16)
+    replace_link(node_dir / TOKEN_NAME, token)
+    return token
 
 
 def refuse_renamed(node_dir: Path, nodes: Collection[str]) -> None:
@@ -245,7 +201,7 @@ def _beside_own_files(node_dir: Path) -> list[Path]:
     """Arenas in a node's directory, complete or not, and foreign files."""
     own = {*NODE_NAMES, MIRROR_NAME, *SMP_NAMES}
     there = [path for path in sorted(node_dir.iterdir()) if path.name not in own]
-    return [path for path in there if _is_plain_dir(path) or not path.match(f".*.{_HALF_MADE}")]
+    return [path for path in there if _is_plain_dir(path) or not path.match(f".*.{UNFINISHED}")]
 
 
 def _remove_node(node_dir: Path) -> bool:
@@ -356,7 +312,7 @@ def remove_smp_files(node_dir: Path) -> None:
     """Delete the files of SMPs in ``node_dir`` outside the arenas; no SMP may run."""
     for name in SMP_NAMES:
         (node_dir / name).unlink(missing_ok=True)
-    remove_half_made(node_dir)
+    remove_unfinished(node_dir)
     if _is_plain_dir(node_dir / MIRROR_NAME):
         remove_tree(node_dir / MIRROR_NAME)
 

@@ -7,7 +7,7 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 1: inode of the owner's pid namespace
 * 2: CLOCK_MONOTONIC in ns of the last beat
 * 3: number of beats
-* 4: rank: iteration plus 1, 0 before the first; SMP: its state
+* 4: rank: iteration plus 1, 0 before the first
 * 5, 6: rank: phase, up to 16 ASCII characters, the first in the low byte of word 5; SMP: the iteration plus 1 that it
   cannot protect, and the digest of its configuration
 * 7: rank: number plus 1, 0: unknown; SMP: key of the snapshot that it flushes, 0: none
@@ -43,26 +43,14 @@ MAX_PLACES = 255
 _ENTRY_WORDS = 32
 _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
-_STATE, _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(4, 10)
+_CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(5, 10)
 _COPIES_UNTIL_NS = 10
 _WAIT_NS, _BEGAN_NS = 11, 12
 _COUNTS = 16
-_SMP = MAX_PLACES
+_SMP = MAX_PLACES * _ENTRY_WORDS
 _PHASE_BYTES = 16
 _COPY_LEASE_NS = 500_000_000
 """Duration of a copy lease. A rank that copies renews it; one that does not renew it is stopped or gone."""
-
-
-class SmpState(IntEnum):
-    """State of an SMP: ``WAITING`` for a configuration, or ``GUARDING``, which is configured and active.
-
-    ``CANNOT``: it is active but cannot protect the current target.
-    """
-
-    NONE = 0
-    WAITING = 1
-    GUARDING = 2
-    CANNOT = 3
 
 
 class FlushState(IntEnum):
@@ -157,9 +145,12 @@ class Heartbeat:
                 raise OSError(f"place {place} exceeds the maximum of {MAX_PLACES - 1}")
             return cls(map_page(node_dir / PULSE_NAME, _PAGE_BYTES), place, None, rank)
         except (OSError, ValueError) as error:
-            return cls(
-                private_page(_PAGE_BYTES), None, f"{node_dir / PULSE_NAME}: heartbeats are not shared: {error}"
-            )
+            return cls.unshared(f"{node_dir / PULSE_NAME}: heartbeats are not shared: {error}")
+
+    @classmethod
+    def unshared(cls, problem: str) -> Heartbeat:
+        """A page that no other process sees, because of ``problem``."""
+        return cls(private_page(_PAGE_BYTES), None, problem)
 
     def beat(self, iteration: int, phase: str) -> None:
         """Store that this rank entered ``phase`` of ``iteration``. Takes microseconds; one thread at a time."""
@@ -187,7 +178,7 @@ class Heartbeat:
 
     def ranks_copy(self) -> bool:
         """Whether any rank of the node copies now."""
-        untils = self._words[_COPIES_UNTIL_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS].tolist()
+        untils = self._words[_COPIES_UNTIL_NS:_SMP:_ENTRY_WORDS].tolist()
         # The clock is read last, so a valid lease has at most its full duration left.
         now = time.monotonic_ns()
         return any(0 < until - now <= _COPY_LEASE_NS for until in untils)
@@ -198,54 +189,50 @@ class Heartbeat:
             for word, value in enumerate(counts, self._base + _COUNTS):
                 self._words[word] = value
 
-    def beat_smp(self, state: SmpState = SmpState.GUARDING, cannot: int = -1, digest: int = 0) -> None:
-        """Store the SMP's beat and ``state``; only the SMP calls this.
+    def beat_smp(self, cannot: int = -1, digest: int = 0) -> None:
+        """Store the SMP's beat; only the SMP calls this.
 
-        ``cannot``: the iteration that it cannot protect; ``digest``: that of its configuration, 0: none.
+        ``cannot``: the iteration that it cannot protect, -1: none; ``digest``: that of its configuration, 0: none.
         """
-        words, base = self._words, _SMP * _ENTRY_WORDS
+        words = self._words
         if self._smp_beats == 0:
-            self._enter(base, 0)
+            self._enter(_SMP, 0)
         self._smp_beats += 1
-        # The state comes last: a reader of CANNOT must not see an older iteration.
-        words[base + _CANNOT] = max(0, cannot + 1)
-        words[base + _DIGEST] = digest
-        words[base + _STATE] = state
-        words[base + _BEATS] = self._smp_beats
-        words[base + _BEAT_NS] = time.monotonic_ns()
+        words[_SMP + _CANNOT] = max(0, cannot + 1)
+        words[_SMP + _DIGEST] = digest
+        words[_SMP + _BEATS] = self._smp_beats
+        words[_SMP + _BEAT_NS] = time.monotonic_ns()
 
     def tell_flush(self, snapshot: SnapshotId | None, state: FlushState) -> None:
         """Store the state of the flush of ``snapshot``; only the SMP calls this."""
-        words, base = self._words, _SMP * _ENTRY_WORDS
-        key = _key(snapshot) if snapshot is not None else 0
-        if words[base + _FLUSHED] != key:
+        words, key = self._words, _key(snapshot) if snapshot is not None else 0
+        if words[_SMP + _FLUSHED] != key:
             # Cleared first: a reader must not see the previous flush's state with this key.
-            words[base + _FLUSH_STATE] = FlushState.NONE
-            words[base + _FLUSHED] = key
-        words[base + _FLUSH_STATE] = state
+            words[_SMP + _FLUSH_STATE] = FlushState.NONE
+            words[_SMP + _FLUSHED] = key
+        words[_SMP + _FLUSH_STATE] = state
 
     def tell_rest(self, until_secs: float) -> None:
         """Store the time (``time.monotonic``) until which the SMP is throttled; only the SMP calls this."""
-        self._words[_SMP * _ENTRY_WORDS + _REST_NS] = int(until_secs * 1e9)
+        self._words[_SMP + _REST_NS] = int(until_secs * 1e9)
 
     def smp_rests(self) -> bool:
         """Whether the SMP is throttled now: its share of the cores is used up."""
-        return self._words[_SMP * _ENTRY_WORDS + _REST_NS] > time.monotonic_ns()
+        return self._words[_SMP + _REST_NS] > time.monotonic_ns()
 
     def tell_wait(self, secs: float) -> None:
         """Store the forecast duration of the protection of a target; only the SMP calls this."""
-        self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] = int(secs * 1e9)
+        self._words[_SMP + _WAIT_NS] = int(secs * 1e9)
 
     def smp_wait_secs(self) -> float:
         """The SMP's forecast duration of the protection of a target; 0: there is no forecast."""
-        return self._words[_SMP * _ENTRY_WORDS + _WAIT_NS] / 1e9
+        return self._words[_SMP + _WAIT_NS] / 1e9
 
     def flush_state(self, snapshot: SnapshotId) -> FlushState:
         """The SMP's state of the flush of ``snapshot``; NONE if it flushes another one."""
-        base = _SMP * _ENTRY_WORDS
-        state = self._words[base + _FLUSH_STATE]
+        state = self._words[_SMP + _FLUSH_STATE]
         # Compared after the state is read: if the key differs by now, the state may belong to another snapshot.
-        is_named = self._words[base + _FLUSHED] == _key(snapshot)
+        is_named = self._words[_SMP + _FLUSHED] == _key(snapshot)
         return FlushState(state) if is_named and state <= max(FlushState) else FlushState.NONE
 
     def ranks(self) -> list[RankHeartbeat]:
@@ -254,7 +241,7 @@ class Heartbeat:
 
     def began_secs(self) -> float:
         """Start (``time.monotonic``) of the current iteration of the node's first rank with one; 0: unknown."""
-        return next(filter(None, self._words[_BEGAN_NS : _SMP * _ENTRY_WORDS : _ENTRY_WORDS]), 0) / 1e9
+        return next(filter(None, self._words[_BEGAN_NS:_SMP:_ENTRY_WORDS]), 0) / 1e9
 
     def furthest(self) -> int:
         """The last boundary that any rank has passed, including ranks that have left; -1: none."""
@@ -262,21 +249,18 @@ class Heartbeat:
 
     def smp_alive(self, max_age_secs: float) -> bool:
         """Whether the SMP lives and its last beat is at most ``max_age_secs`` old."""
-        owner, age_secs, _ = self.smp()
-        return owner != 0 and age_secs <= max_age_secs and self._lives(_SMP) is not False
+        owner = self._words[_SMP + _OWNER]
+        return owner != 0 and self.smp_age_secs() <= max_age_secs and self._lives(_SMP) is not False
 
-    def smp(self) -> tuple[int, float, SmpState]:
-        """The SMP's owner word (0: no SMP), the age of its last beat in seconds, its state."""
-        base = _SMP * _ENTRY_WORDS
-        owner, beat_ns, state = (self._words[base + word] for word in (_OWNER, _BEAT_NS, _STATE))
+    def smp_age_secs(self) -> float:
+        """The age of the SMP's last beat."""
+        beat_ns = self._words[_SMP + _BEAT_NS]
         age_ns = time.monotonic_ns() - beat_ns  # the clock is read last: a beat in the future is invalid
-        age_secs = age_ns / 1e9 if age_ns >= 0 else math.inf
-        return owner, age_secs, SmpState(state) if state <= max(SmpState) else SmpState.NONE
+        return age_ns / 1e9 if age_ns >= 0 else math.inf
 
     def smp_beat(self) -> tuple[int, int]:
-        """The SMP's owner word and number of beats; while both are unchanged, it does not beat."""
-        base = _SMP * _ENTRY_WORDS
-        return self._words[base + _OWNER], self._words[base + _BEATS]
+        """The SMP's owner word (0: no SMP) and number of beats; while both are unchanged, it does not beat."""
+        return self._words[_SMP + _OWNER], self._words[_SMP + _BEATS]
 
     def smp_lives(self) -> bool:
         """Whether the SMP is a live process of this pid namespace, whether or not it beats."""
@@ -284,12 +268,11 @@ class Heartbeat:
 
     def smp_cannot(self, iteration: int) -> bool:
         """Whether the SMP reports that it cannot protect the snapshot of ``iteration``."""
-        base = _SMP * _ENTRY_WORDS
-        return self._words[base + _STATE] == SmpState.CANNOT and self._words[base + _CANNOT] == iteration + 1
+        return self._words[_SMP + _CANNOT] == iteration + 1
 
     def smp_guards(self, digest: int) -> bool:
         """Whether the SMP's configuration has this ``digest``, which is not 0."""
-        return digest != 0 and self._words[_SMP * _ENTRY_WORDS + _DIGEST] == digest
+        return digest != 0 and self._words[_SMP + _DIGEST] == digest
 
     def leave(self) -> None:
         """Withdraw this rank's entry, so that no reader waits for its next beat. Later beats are dropped."""
@@ -300,7 +283,7 @@ class Heartbeat:
 
     def leave_smp(self) -> None:
         """Withdraw the SMP's entry: trainers notice at once, not by the age of its last beat."""
-        self._words[_SMP * _ENTRY_WORDS + _OWNER] = 0
+        self._words[_SMP + _OWNER] = 0
 
     def forget_others(self, num_ranks: int) -> None:
         """Clear entries beyond ``num_ranks``, the number of ranks on the node: an earlier start had more.
@@ -331,13 +314,12 @@ class Heartbeat:
             phase=_phase_text(entry[_PHASE], entry[_PHASE_END]),
             beat_ns=entry[_BEAT_NS],
             beats=entry[_BEATS],
-            lives=self._lives(place),
+            lives=self._lives(base),
             counts=tuple(entry[_COUNTS : _COUNTS + len(HeartbeatGauge)]),
             is_here=entry[_NAMESPACE] == self._namespace,
         )
 
-    def _lives(self, place: int) -> bool | None:
-        base = place * _ENTRY_WORDS
+    def _lives(self, base: int) -> bool | None:
         if self._words[base + _NAMESPACE] != self._namespace:
             return None
         return owner_lives(self._words[base + _OWNER])

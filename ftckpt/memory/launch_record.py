@@ -24,7 +24,8 @@ from pathlib import Path
 from ftckpt.config import node_here
 from ftckpt.errors import FtckptError
 from ftckpt.forks import off_in_children
-from ftckpt.memory.directory import clean_job, fresh_name, require_own
+from ftckpt.memory.atomic_files import replace_file
+from ftckpt.memory.directory import clean_job, require_own
 from ftckpt.memory.locks import FileLock
 from ftckpt.memory.page import owner_lives, owner_word, pid_namespace
 
@@ -202,10 +203,8 @@ class LauncherRun:
             folder = _folder()
             folder.mkdir(mode=0o700, exist_ok=True)
             require_own(folder)
-            lock = FileLock(folder / "lock", _LOCK_SECS, f"the records in {folder}", "end it")
-            with lock, fresh_name(_path(self.name)) as fresh:
-                fresh.write_text(json.dumps(asdict(change(self.read()))))
-                fresh.rename(_path(self.name))
+            with FileLock(folder / "lock", _LOCK_SECS, f"the records in {folder}", "end it"):
+                replace_file(_path(self.name), json.dumps(asdict(change(self.read()))).encode())
         except (OSError, FtckptError) as error:
             self.problem = str(error)
 

@@ -1,7 +1,7 @@
-"""The ledger: the account of a node's memory in bytes: in use, needed now, needed later, reclaimable.
+"""The ledger: the account of a node's memory in bytes: in use, reclaimable, needed now and later.
 
-Code that needs memory builds a ledger and checks whether it fits: for the slots at a start, for parity and packages,
-for shards to reconstruct. Memory that is needed later reuses memory that is freed until then.
+Code that needs memory checks whether it fits: for the slots at a start, for parity and packages, for shards to
+reconstruct. Memory that is needed later reuses memory that is freed until then.
 
 ``Ledger.spare`` is the rule on freeing: no file that a restart may need is freed. The caller names the snapshots that
 it may need: at a start the committed one and those that the arenas mark as protected (``Ledger.needed``), at a
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 from ftckpt.config import Config
 from ftckpt.errors import FtckptError, MemoryBudgetError
@@ -33,21 +33,10 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
 from ftckpt.setting_checks import is_name
 
-T = TypeVar("T")
-
 PATIENCE_SECS = 5.0
 """Maximum wait for an SMP to unmap files that trainers have deleted."""
 
 _RETRY_SECS = 0.1
-
-
-class MemoryState(Enum):
-    """State of an entry's bytes: in use, needed now, needed later, reclaimable."""
-
-    IN_USE = auto()
-    NOW = auto()
-    LATER = auto()
-    FREE = auto()
 
 
 class FileKind(Enum):
@@ -59,58 +48,57 @@ class FileKind(Enum):
     OTHER = auto()
 
 
+_SLOTS = frozenset({FileKind.SLOT, FileKind.DAMAGED})
+
+
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Bytes in one state: the file ``arena/name``, or a planned allocation called ``name``.
+    """The file ``arena/name``.
 
     ``snapshot``: the one in the slot or parity file; None if there is none or it is being written. ``lent``: the SMP
-    has the file mapped, and its memory is freed only when the SMP next checks the file.
+    has the file mapped, and its memory is freed only when the SMP next checks the file. ``is_spare``: it is
+    reclaimable.
     """
 
     name: str
     nbytes: int
-    state: MemoryState = MemoryState.IN_USE
     arena: str = ""
     kind: FileKind = FileKind.OTHER
     snapshot: SnapshotId | None = None
     lent: bool = False
+    is_spare: bool = False
+
+
+class MemoryNeeds(NamedTuple):
+    """Bytes needed in addition to those in use: now, and after all that is reclaimable by then is freed, which may
+    be negative."""
+
+    now_bytes: int
+    later_bytes: int
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Entries, and the snapshots that their arenas mark as protected on all nodes."""
+    """The files of arenas, and the snapshots that the arenas mark as protected on all nodes."""
 
     entries: tuple[LedgerEntry, ...] = ()
     protected: frozenset[SnapshotId] = frozenset()
 
-    def __add__(self, other: Ledger) -> Ledger:
-        return Ledger(self.entries + other.entries, self.protected | other.protected)
-
-    @property
-    def now_bytes(self) -> int:
-        """Bytes needed in addition to those in use."""
-        return self._sum(MemoryState.NOW)
-
-    @property
-    def later_bytes(self) -> int:
-        """Bytes needed in addition to those in use after all reclaimable ones are freed; may be negative."""
-        return self._sum(MemoryState.NOW) + self._sum(MemoryState.LATER) - self.free_bytes
-
     @property
     def free_bytes(self) -> int:
         """Reclaimable bytes that are available as soon as their files are deleted."""
-        return self._sum(MemoryState.FREE)
+        # The time at which the SMP unmaps lent files is unknown: they are not counted.
+        return sum(entry.nbytes for entry in self.entries if entry.is_spare and not entry.lent)
 
     @property
     def given_back_bytes(self) -> int:
         """All reclaimable bytes, including ``lent`` ones, which become available after a wait."""
-        return sum(entry.nbytes for entry in self.entries if entry.state == MemoryState.FREE)
+        return sum(entry.nbytes for entry in self.entries if entry.is_spare)
 
     @property
     def free_slots(self) -> int:
         """Number of reclaimable slots."""
-        slots = {FileKind.SLOT, FileKind.DAMAGED}
-        return sum(entry.state == MemoryState.FREE and entry.kind in slots for entry in self.entries)
+        return sum(entry.is_spare and entry.kind in _SLOTS for entry in self.entries)
 
     def protecting(self, others: frozenset[SnapshotId]) -> Ledger:
         """This ledger with ``others`` counted as protected too."""
@@ -135,7 +123,7 @@ class Ledger:
         return self.protected | {whole}
 
     def spare(self, needed: Collection[SnapshotId]) -> Ledger:
-        """This ledger with the entries marked ``FREE`` that no snapshot of ``needed`` uses.
+        """This ledger with the entries marked as spare that no snapshot of ``needed`` uses.
 
         An arena without any of these snapshots is freed entirely. In any other arena, slots and parity of other
         snapshots are freed, but one readable slot stays: its header identifies the arena. A parity file without a
@@ -145,34 +133,30 @@ class Ledger:
         arenas = [list(entries) for _, entries in groupby(files, key=lambda entry: entry.arena)]
         return Ledger(tuple(entry for arena in arenas for entry in _spare(arena, needed)), self.protected)
 
-    def _sum(self, state: MemoryState) -> int:
-        # The time at which the SMP unmaps lent files is unknown: they are not counted.
-        return sum(entry.nbytes for entry in self.entries if entry.state == state and not entry.lent)
-
 
 def _spare(arena: Sequence[LedgerEntry], needed: Collection[SnapshotId]) -> list[LedgerEntry]:
     if not any(entry.snapshot in needed for entry in arena):
-        return [replace(entry, state=MemoryState.FREE, lent=False) for entry in arena]
+        return [replace(entry, is_spare=True, lent=False) for entry in arena]
     others = [entry for entry in arena if entry.snapshot not in needed]
-    going = [entry for entry in others if entry.kind in {FileKind.SLOT, FileKind.DAMAGED}]
+    going = [entry for entry in others if entry.kind in _SLOTS]
     # The needed entries may be only parity or damaged slots: then one other slot stays for its header.
     if not any(entry.kind == FileKind.SLOT and entry not in going for entry in arena):
         last = next((entry for entry in going if entry.kind == FileKind.SLOT), None)
         going = [entry for entry in going if entry is not last]
     going += [entry for entry in others if entry.kind == FileKind.PARITY and entry.snapshot is not None]
-    return [replace(entry, state=MemoryState.FREE) if entry in going else entry for entry in arena]
+    return [replace(entry, is_spare=True) if entry in going else entry for entry in arena]
 
 
 def in_use(paths: Iterable[Path]) -> Ledger:
     """The files of the arenas at ``paths``; unreadable arenas are omitted."""
-    total = Ledger()
+    entries: list[LedgerEntry] = []
+    protected: set[SnapshotId] = set()
     for path in paths:
-        try:
-            with closing(Arena.open(path)) as arena:
-                total += _contents(arena)
-        except (FtckptError, OSError):
-            continue
-    return total
+        with suppress(FtckptError, OSError), closing(Arena.open(path)) as arena:
+            contents = _contents(arena)
+            entries += contents.entries
+            protected |= contents.protected
+    return Ledger(tuple(entries), frozenset(protected))
 
 
 def give_up(paths: Iterable[Path], needed: Collection[SnapshotId]) -> int:
@@ -183,13 +167,10 @@ def give_up(paths: Iterable[Path], needed: Collection[SnapshotId]) -> int:
     """
     freed = 0
     for path in paths:
-        try:
-            with closing(Arena.open(path, writable=True)) as arena:
-                arena.lock(0)
-                # Selected again under the lock: a writer may have changed slots since the caller's ledger.
-                freed += _free(arena, _contents(arena).spare(needed))
-        except (FtckptError, OSError):
-            continue
+        with suppress(FtckptError, OSError), closing(Arena.open(path, writable=True)) as arena:
+            arena.lock(0)
+            # Selected again under the lock: a writer may have changed slots since the caller's ledger.
+            freed += _free(arena, _contents(arena).spare(needed))
     return freed
 
 
@@ -209,9 +190,7 @@ def _contents(arena: Arena) -> Ledger:
         elif path.name in parity:
             kind, snapshot = FileKind.PARITY, _guarded(path)
         lent = guarded and kind == FileKind.PARITY
-        entries.append(
-            LedgerEntry(path.name, size_of(path), MemoryState.IN_USE, arena.path.name, kind, snapshot, lent)
-        )
+        entries.append(LedgerEntry(path.name, size_of(path), arena.path.name, kind, snapshot, lent))
     protected = arena.control.protected()
     return Ledger(tuple(entries), frozenset() if protected is None else frozenset({protected}))
 
@@ -225,7 +204,7 @@ def _guarded(path: Path) -> SnapshotId | None:
 
 
 def _free(arena: Arena, ledger: Ledger) -> int:
-    free = [entry for entry in ledger.entries if entry.state == MemoryState.FREE]
+    free = [entry for entry in ledger.entries if entry.is_spare]
     # All files are free: the arena is renamed before it is deleted, and is never seen half removed.
     if len(free) == len(ledger.entries):
         remove_arena(arena.path)
@@ -249,15 +228,7 @@ def slots_to_allocate(there: int, slots: int, needed: int, most: int) -> int:
     return min(slots - there, max(0, max(most, 1 + needed) - there))
 
 
-def for_slots(new: int, absent: int, slot_bytes: int, old: Iterable[Path]) -> Ledger:
-    """Memory for slots: ``new`` of the ``absent`` ones now, the others after the arenas at ``old`` are deleted."""
-    now, later = new * slot_bytes, (absent - new) * slot_bytes
-    return Ledger(
-        (LedgerEntry("slots", now, MemoryState.NOW), LedgerEntry("slots", later, MemoryState.LATER), *_leaving(old))
-    )
-
-
-def for_protection(
+def protection_needs(
     node_dir: Path,
     need_bytes: int,
     *,
@@ -265,8 +236,8 @@ def for_protection(
     slots: int,
     parity: Iterable[Path],
     shards: Collection[str],
-) -> Ledger:
-    """Additional memory for protection, while old arenas exist and after they are deleted.
+) -> MemoryNeeds:
+    """Memory for protection, while old arenas exist and after they are deleted.
 
     Args:
         need_bytes: total of parity files and packages.
@@ -285,23 +256,12 @@ def for_protection(
     waiting = sum(_lacking_bytes(node_dir / name, slots, slot_bytes) for name, slot_bytes in arenas.items())
     old = [path for path in list_arenas(node_dir) if path.name not in arenas]
     # Slots can wait until old arenas are deleted; parity and packages are needed now.
-    return Ledger((
-        LedgerEntry("parity and packages", now_bytes, MemoryState.NOW),
-        LedgerEntry("slots", waiting, MemoryState.LATER),
-        *_leaving(old),
-        *(LedgerEntry(path.name, size_of(path), MemoryState.FREE) for path in leaving),
-    ))  # fmt: skip
+    return MemoryNeeds(now_bytes, now_bytes + waiting - leaving_bytes(old) - sum(map(size_of, leaving)))
 
 
-def for_rebuild(need_bytes: int) -> Ledger:
-    """Memory for the arenas of reconstructed shards, ``need_bytes`` in total."""
-    return Ledger((LedgerEntry("shards to be rebuilt", need_bytes, MemoryState.NOW),))
-
-
-def _leaving(paths: Iterable[Path]) -> list[LedgerEntry]:
-    """Slots and parity of old arenas, readable or not; they are deleted with their arenas."""
-    files = [file for path in paths for file in (*path.glob("slot*"), *path.glob("parity.*"))]
-    return [LedgerEntry(file.name, size_of(file), MemoryState.FREE, file.parent.name) for file in files]
+def leaving_bytes(paths: Iterable[Path]) -> int:
+    """Size of slots and parity of old arenas, readable or not; they are deleted with their arenas."""
+    return sum(size_of(file) for path in paths for file in (*path.glob("slot*"), *path.glob("parity.*")))
 
 
 def _lacking_bytes(arena: Path, slots: int, slot_bytes: int) -> int:
@@ -320,19 +280,24 @@ def size_of(path: Path) -> int:
 
 
 def require(node_dir: Path, need_bytes: int, patience_secs: float = PATIENCE_SECS) -> None:
-    """Check that the node has ``need_bytes`` free.
+    """Check that the node has ``need_bytes`` free, again while its SMP may unmap deleted files.
 
     Raises:
-        MemoryBudgetError: it does not; the text names need, limits, remedies, and memory of other jobs.
+        MemoryBudgetError: it does not after ``patience_secs``; the text names need, limits, remedies, and memory of
+            other jobs.
     """
     if need_bytes <= 0:
         return
-    try:
-        once_given_back(node_dir, lambda: check_budget(node_dir, need_bytes), patience_secs)
-    except MemoryBudgetError as error:
-        job = node_dir.parent
-        others = name_leftovers(job.parent, job.name.removeprefix("ftckpt-"))
-        raise MemoryBudgetError(f"{error}; {others}" if others else str(error)) from None
+    deadline, job = time.monotonic() + patience_secs, node_dir.parent
+    while True:
+        try:
+            return check_budget(node_dir, need_bytes)
+        except MemoryBudgetError as error:
+            # Without an SMP no memory is freed later, and training would wait in vain.
+            if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
+                others = name_other_jobs(job.parent, job.name.removeprefix(_JOB_PREFIX))
+                raise MemoryBudgetError(f"{error}; {others}" if others else str(error)) from None
+        time.sleep(_RETRY_SECS)
 
 
 def require_limit(
@@ -370,62 +335,32 @@ def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:
     return ""
 
 
-def once_given_back(node_dir: Path, action: Callable[[], T], patience_secs: float = PATIENCE_SECS) -> T:
-    """Run ``action``, again while it raises MemoryBudgetError and the node has an SMP that may unmap deleted files.
-
-    Raises:
-        MemoryBudgetError: from the last attempt.
-    """
-    deadline = time.monotonic() + patience_secs
-    while True:
-        try:
-            return action()
-        except MemoryBudgetError:
-            # Without an SMP no memory is freed later, and training would wait in vain.
-            if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
-                raise
-            time.sleep(_RETRY_SECS)
-
-
 _JOB_PREFIX = "ftckpt-"
 _MOST_JOBS = 5
 """Maximum of jobs that a message names, largest first."""
 
 
-@dataclass(frozen=True)
-class Leftover:
-    """Memory of one job under an arena root on this machine; ``runs``: a live process has the job's lock."""
-
-    job: str
-    nbytes: int
-    runs: bool
-
-
-def leftovers(root: Path, job: str) -> list[Leftover]:
-    """This user's jobs with memory under ``root`` other than ``job``, largest first."""
-    found = []
+def name_other_jobs(root: Path, job: str) -> str:
+    """A text that lists this user's jobs with memory under ``root`` other than ``job``, largest first, and how to
+    remove them; empty if there are none."""
+    there: list[tuple[int, str, bool]] = []
     with suppress(OSError):
         for path in root.iterdir():
             name = path.name.removeprefix(_JOB_PREFIX)
-            if name in (path.name, job) or not is_name(name) or not _is_own(path):
+            if name in (path.name, job) or not is_name(name) or not _is_own(path) or not (nbytes := used_bytes(path)):
                 continue
             runs = any(holder_of(node / JOB_LOCK_NAME) is not None for node in path.iterdir())
-            found.append(Leftover(name, used_bytes(path), runs))
-    return sorted((one for one in found if one.nbytes), key=lambda one: (-one.nbytes, one.job))
-
-
-def name_leftovers(root: Path, job: str) -> str:
-    """A text that lists ``leftovers`` and how to remove them; empty if there are none."""
-    there = leftovers(root, job)
+            there.append((nbytes, name, runs))
     if not there:
         return ""
+    there.sort(key=lambda one: (-one[0], one[1]))
     arena = "" if str(root) == Config().arena else f" --arena {root}"
     words = [
-        f"{one.job} {human(one.nbytes)} ({'running' if one.runs else f'ftckpt clean {one.job}{arena}'})"
-        for one in there[:_MOST_JOBS]
+        f"{name} {human(nbytes)} ({'running' if runs else f'ftckpt clean {name}{arena}'})"
+        for nbytes, name, runs in there[:_MOST_JOBS]
     ]
     if len(there) > _MOST_JOBS:
-        words.append(f"{len(there) - _MOST_JOBS} more {human(sum(one.nbytes for one in there[_MOST_JOBS:]))}")
+        words.append(f"{len(there) - _MOST_JOBS} more {human(sum(nbytes for nbytes, *_ in there[_MOST_JOBS:]))}")
     return f"your other jobs use memory under {root}: {', '.join(words)}"
 
 

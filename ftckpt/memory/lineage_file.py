@@ -7,13 +7,13 @@ before any rank trains. So at any kill every snapshot of the node belongs to the
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import xxhash
 
 from ftckpt.errors import ArenaError
-from ftckpt.memory.directory import LINEAGE_NAME, fresh_name
+from ftckpt.memory.atomic_files import replace_file
+from ftckpt.memory.directory import LINEAGE_NAME
 from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
 
@@ -25,9 +25,7 @@ def write_lineage(node_dir: Path, lineage: Lineage) -> None:
     try:
         if path.exists() and path.read_bytes() == data:  # a full tmpfs keeps no job from resuming
             return
-        with fresh_name(path) as fresh:
-            fresh.write_bytes(data)
-            os.replace(fresh, path)
+        replace_file(path, data)
     except OSError as error:
         raise ArenaError(f"{path}: cannot be written: {error.strerror}; free some memory of that tmpfs") from None
 

@@ -61,7 +61,7 @@ def read_log(path: Path | int) -> bytes:
 
 def take_log(path: Path, job: str, node: str) -> SmpLog:
     """Read and delete the log at ``path``. Of several concurrent callers one gets it, the others an empty log."""
-    mine = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")  # a name that ``remove_half_made`` matches
+    mine = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")  # a name that ``remove_unfinished`` matches
     with suppress(OSError):
         path.rename(mine)
         taken = SmpLog(job, node, read_log(mine))

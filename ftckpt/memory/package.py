@@ -7,7 +7,6 @@ is the manifest, its body the objects and the mutable state, covered by checksum
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
@@ -22,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ftckpt.errors import ArenaError, ConfigError, CorruptError, MemoryBudgetError
-from ftckpt.memory.directory import MIRROR_NAME, SHARD_PATTERN, arena_path, fresh_name, remove_half_made
+from ftckpt.errors import ArenaError, ConfigError, CorruptError
+from ftckpt.memory.atomic_files import fresh_name, remove_unfinished
+from ftckpt.memory.directory import MIRROR_NAME, SHARD_PATTERN, arena_path
 from ftckpt.memory.image import SlotImage
-from ftckpt.memory.mapping import require_room
+from ftckpt.memory.mapping import reserve
 from ftckpt.memory.record import Format, Header, Records, Stores
 from ftckpt.model.manifest import MAX_CHUNKS, Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -94,7 +94,7 @@ class PackageName:
 
 
 def pack(arena: Arena, slot: int) -> bytearray:
-    """Create the package of the snapshot in ``slot`` and verify its contents; the caller has a lease on the slot.
+    """Create the package of the snapshot in ``slot`` and verify its contents.
 
     Raises:
         ArenaError: no snapshot, one without checksums yet, or one that was dropped during the copy.
@@ -186,16 +186,10 @@ def store(node_dir: Path, data: bytes | bytearray) -> Path:
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 # Allocated first: a full tmpfs is detected before the first write.
-                require_room(fresh, len(data))
-                os.posix_fallocate(fd, 0, len(data))
+                reserve(fd, path, 0, len(data))
                 file.write(data)
             fresh.rename(path)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            raise MemoryBudgetError(
-                f"{path}: no room for {len(data)} bytes; enlarge the tmpfs (mount -o remount,size=…) "
-                "or name another with --ftckpt-arena"
-            ) from None
         raise ArenaError(f"{path}: cannot be written: {error.strerror}") from None
     return path
 
@@ -260,7 +254,7 @@ def prune(node_dir: Path, keep: Collection[SnapshotId]) -> list[Path]:
     doomed = [name.path for name in list_packages(node_dir) if name.snapshot not in keep]
     for path in doomed:
         path.unlink(missing_ok=True)
-    return doomed + remove_half_made(mirror_dir(node_dir))
+    return doomed + remove_unfinished(mirror_dir(node_dir))
 
 
 def _check_volatile(image: SlotImage, hashes: npt.NDArray[np.uint64], volatile: bytes) -> None:

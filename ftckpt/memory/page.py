@@ -11,14 +11,12 @@ import os
 import stat
 from pathlib import Path
 
-PAGE_BYTES = 16384
-"""Default size: 256 entries of 64 bytes, one cache line per writer."""
 _PID_BITS = 22
 """PID_MAX_LIMIT of 64-bit Linux."""
 _CORE_FLAG = 0x80
 
 
-def map_page(path: Path, num_bytes: int = PAGE_BYTES) -> memoryview:
+def map_page(path: Path, num_bytes: int) -> memoryview:
     """Map the page as 64-bit words; the file is created (0600) or extended, never truncated.
 
     Raises:
@@ -39,7 +37,7 @@ def map_page(path: Path, num_bytes: int = PAGE_BYTES) -> memoryview:
         os.close(fd)
 
 
-def private_page(num_bytes: int = PAGE_BYTES) -> memoryview:
+def private_page(num_bytes: int) -> memoryview:
     """Private words, a substitute if the page cannot be mapped."""
     return memoryview(bytearray(num_bytes)).cast("Q")
 

@@ -19,8 +19,9 @@ import xxhash
 from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
+from ftckpt.memory.atomic_files import fresh_name, remove_unfinished
 from ftckpt.memory.corruption import HEADER, RECORD, Corruption
-from ftckpt.memory.directory import fresh_name, list_arenas, remove_half_made
+from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.mapping import Mapping, create_mapping, open_mapping
 from ftckpt.memory.record import WRITING, Format, Header, Records, Stores
 from ftckpt.model.snapshot import SnapshotId
@@ -83,7 +84,7 @@ class ParityFile:
         nbytes = parity_bytes(group, holder)
         blocks = num_blocks(group, holder)
         mapping = None
-        remove_half_made(path.parent, f"{path.name}*")
+        remove_unfinished(path.parent, f"{path.name}*")
         try:
             with fresh_name(path) as fresh:
                 mapping = create_mapping(fresh, nbytes)

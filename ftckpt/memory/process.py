@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import select
 import signal
 import time
 from types import TracebackType
 
-from ftckpt.events import log
 from ftckpt.memory.page import owner_lives, owner_word
 
 _NO_SUCH = frozenset({errno.ESRCH, errno.EINVAL, errno.ENOENT})
@@ -39,12 +37,11 @@ class Process:
         fd = -1
         try:
             fd = os.pidfd_open(pid)
-        except AttributeError:  # Python was built for a kernel without it
-            _say_once("Python has no os.pidfd_open")
+        except AttributeError:
+            pass  # Python was built for a kernel without it
         except OSError as error:
             if error.errno in _NO_SUCH:
                 return None
-            _say_once(f"pidfd_open: {error.strerror}")
         now = _owner_now(pid)  # after pidfd_open: if the pid is reused by now, the pidfd's process is dead
         if now == 0 or (owner is not None and now != owner):
             if fd >= 0:
@@ -109,8 +106,3 @@ def _owner_now(pid: int) -> int:
         return owner_word(pid)
     except (OSError, ValueError):
         return 0
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    log.info("ftckpt: %s: processes are identified by pid and start time", reason)

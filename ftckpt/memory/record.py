@@ -245,7 +245,7 @@ class Records:
 
 
 class Mark:
-    """A snapshot and a number in two copies, so that a kill during ``write`` leaves the old or the new value."""
+    """A snapshot or none in two copies, so that a kill during ``write`` leaves the old or the new value."""
 
     def __init__(self, stores: Stores, offset: int) -> None:
         self._stores = stores
@@ -253,19 +253,19 @@ class Mark:
         self._copies = Records(stores, offset, 2, 0)
         self._written: tuple[int, bytes] = 0, b""  # sequence and bytes of both copies after the last ``write``
 
-    def read(self) -> tuple[SnapshotId | None, int] | None:
-        """The last snapshot (None: marked as none) and number; None if never written or both copies are corrupt."""
+    def read(self) -> tuple[SnapshotId | None] | None:
+        """The last snapshot (None: marked as none); None if never written or both copies are corrupt."""
         newest = self._newest()
-        return None if newest is None else (newest[2].snapshot, _U64.unpack_from(newest[2].fields, 8)[0])
+        return None if newest is None else (newest[2].snapshot,)
 
-    def write(self, snapshot: SnapshotId | None, number: int = 0) -> None:
+    def write(self, snapshot: SnapshotId | None) -> None:
         """Mark ``snapshot``; None marks that there is none."""
         copies = [b"", b""]
         # If neither copy is sealed, or both are as this object wrote them, any order is safe: copy 0 is first.
         (sequence, written), newest = self._written, 1
         if bytes(self._stores.data[self._offset : self._offset + MARK_BYTES]) != written:
             sequence, newest, _ = self._newest() or (0, 1, None)
-        fields = _U64.pack(sequence + 1) + _U64.pack(number)
+        fields = _U64.pack(sequence + 1) + _U64.pack(0)
         # The older copy first: the newer one counts until this one is complete.
         for copy in (1 - newest, newest):
             copies[copy] = self._copies.replace(copy, snapshot, fields)

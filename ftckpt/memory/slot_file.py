@@ -4,7 +4,7 @@ read chunk by chunk, each verified on its way."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import xxhash
@@ -12,7 +12,7 @@ import xxhash
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
-from ftckpt.memory.destinations import MAX_VECTORS, LoadTarget, cover, fill, scratch
+from ftckpt.memory.destinations import MAX_VECTORS, LoadTarget, TargetPart, TargetParts, cover, fill, scratch
 from ftckpt.memory.image import Span
 from ftckpt.memory.mapping import FileId
 from ftckpt.memory.slots import slot_name
@@ -31,7 +31,6 @@ class SlotFile:
 
     def __init__(self, arena: Arena, slot: int) -> None:
         path = arena.path / slot_name(slot)
-        self._spans = arena.image.chunks
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -43,16 +42,17 @@ class SlotFile:
             raise ArenaError(f"{path}: was replaced")
         self._path = path
 
-    def take(self, chunk: int, targets: Sequence[LoadTarget] = ()) -> int:
-        """Read a chunk once and fill ``targets``, ascending and disjoint; returns the xxh3-64 of the chunk.
+    def take(self, parts: Iterable[TargetPart]) -> int:
+        """Read a chunk once and fill the targets of its ``parts``; returns the xxh3-64 of the chunk.
 
         The hash is computed from the bytes that the targets receive. Raises ArenaError.
         """
         digest = xxhash.xxh3_64()
-        for begin, memories in self._batches(self._spans[chunk], targets):
-            self._fill(begin, memories)
-            for memory in memories:
-                digest.update(memory)
+        for part in parts:
+            for begin, memories in self._batches(*part):
+                self._fill(begin, memories)
+                for memory in memories:
+                    digest.update(memory)
         return digest.intdigest()
 
     def read_into(self, begin: int, memory: memoryview) -> None:
@@ -73,7 +73,7 @@ class SlotFile:
         os.close(self._fd)
 
     def _batches(self, span: Span, targets: Sequence[LoadTarget]) -> Iterator[tuple[int, list[memoryview]]]:
-        """The batches of a chunk: an offset, and the buffers that one call fills from there, which are targets and,
+        """The batches of a part: an offset, and the buffers that one call fills from there, which are targets and,
         between them, scratch memory."""
         place, size, memories = span.begin, 0, list[memoryview]()
 
@@ -118,17 +118,12 @@ class SlotShard:
         self.objects_used = record.objects_used
         self._arena, self._slot, self._file, self._expected = arena, slot, file, expected
 
-    @property
-    def capacity(self) -> int | None:
-        """The weight of the shard's share in bytes, or the value measured since; None if neither is known."""
-        return self._arena.manifest.capacity or self._arena.control.capacity()
-
     def stored_bytes(self, number: int) -> int:
         """The bytes that are read for a chunk."""
         return self.image.chunks[number].nbytes
 
-    def scatter(self, number: int, targets: Sequence[LoadTarget]) -> None:
-        """Fill ``targets``, ascending and disjoint, from a chunk; of one without a checksum nothing else is read.
+    def scatter(self, number: int, parts: TargetParts) -> None:
+        """Fill the targets of ``parts`` from a chunk; of one without a checksum nothing else is read.
 
         Raises:
             CorruptError: the chunk does not match its checksum; the targets have the corrupt bytes.
@@ -136,9 +131,10 @@ class SlotShard:
         """
         expected = self._expected.get(number)
         if expected is None:
-            for begin, memory in targets:
-                self._file.read_into(begin, memory)
-        elif self._file.take(number, targets) != expected:
+            for part in parts():
+                for begin, memory in part.targets:
+                    self._file.read_into(begin, memory)
+        elif self._file.take(parts()) != expected:
             raise CorruptError(f"{self._arena.path}: slot {self._slot}: chunk {number} does not match its checksum")
 
     def objects(self) -> bytes:

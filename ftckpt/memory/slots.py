@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, CorruptError, MismatchError
+from ftckpt.memory.atomic_files import fresh_name, replace_file
 from ftckpt.memory.control_block import ControlBlock, SlotState
-from ftckpt.memory.directory import fresh_name
 from ftckpt.memory.image import SlotImage, parse_image
 from ftckpt.memory.mapping import Mapping, create_mapping, open_mapping
 
@@ -90,10 +89,7 @@ def open_slot(arena: Path, nbytes: int, control: ControlBlock, slot: int, writab
 
 def write_header(directory: Path, image: SlotImage) -> None:
     """Create the file ``header`` of an arena under construction."""
-    with fresh_name(directory / HEADER_NAME) as fresh:
-        with open(fresh, "xb", opener=partial(os.open, mode=0o600)) as file:
-            file.write(image.header)
-        fresh.rename(directory / HEADER_NAME)
+    replace_file(directory / HEADER_NAME, image.header)
 
 
 def header_file_good(directory: Path, image: SlotImage) -> bool:

@@ -92,10 +92,9 @@ class Manifest:
     ``coords``: the shard's place in the layout (``{"tp": 0, "pp": 1, "dp": 0}``). ``layout``: sizes, and the sharding
     of the optimizer. ``stepped``: fragments of optimizer-updated state, copied in the background; ``volatile``: of
     mutable state, copied at the boundary. ``objects_bytes``: space for encoded objects. ``chunk_bytes``: the unit of
-    copies and checksums. ``capacity``: bytes per snapshot that fit in the rank's windows, if replica sets are divided
-    by it; 0: they are divided into equal shares. ``sections``: divide the stepped fragments in order; empty: one
-    private section. ``padded``: sorted keys whose first dimension is rounded up by a rule that depends on the layout.
-    ``derived``: sorted types of weights that have no fragment because they are casts of their masters.
+    copies and checksums. ``sections``: divide the stepped fragments in order; empty: one private section.
+    ``padded``: sorted keys whose first dimension is rounded up by a rule that depends on the layout. ``derived``:
+    sorted types of weights that have no fragment because they are casts of their masters.
 
     Raises:
         ValueError: invalid sections, see ``check_sections``.
@@ -107,7 +106,6 @@ class Manifest:
     volatile: tuple[Fragment, ...]
     objects_bytes: int
     chunk_bytes: int
-    capacity: int = 0
     sections: tuple[Section, ...] = ()
     padded: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
@@ -141,8 +139,6 @@ class Manifest:
             "chunk_bytes": self.chunk_bytes,
         }
         # Absent at its default, as in slots of versions without the field.
-        if self.capacity:
-            value["capacity"] = self.capacity
         if self.sections:
             value["sections"] = codec.to_json(self.sections)
         if self.padded:
@@ -169,9 +165,6 @@ class Manifest:
             version = value["version"]
             if version != VERSION:
                 raise MismatchError(f"manifest has format version {version}, this ftckpt reads {VERSION}")
-            capacity = int(value.get("capacity", 0))
-            if capacity < 0:
-                raise ValueError(f"capacity {capacity} is negative")
             return cls(
                 coords={str(axis): int(index) for axis, index in value["coords"]},
                 layout=dict(value["layout"]),
@@ -179,7 +172,6 @@ class Manifest:
                 volatile=tuple(Fragment.each_from_json(value["volatile"])),
                 objects_bytes=int(value["objects_bytes"]),
                 chunk_bytes=int(value["chunk_bytes"]),
-                capacity=capacity,
                 sections=codec.from_json(value.get("sections", []), tuple[Section, ...]),
                 padded=_texts(value.get("padded", [])),
                 derived=_texts(value.get("derived", [])),

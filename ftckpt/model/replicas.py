@@ -11,7 +11,6 @@ import xxhash
 from ftckpt.array_types import Array
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.replica_groups import DIFFERING, PRIVATE, WHOLE, Groups, distinct, find_groups, pack
-from ftckpt.model.shares import Run
 
 CUT_BYTES = 64
 """Shares are cut at multiples of this inside a fragment, so that no two ranks copy parts of one cache line."""
@@ -21,20 +20,39 @@ Gather = Callable[[Callable[[], bytes]], list[bytes]]
 
 
 @dataclass(frozen=True, eq=False)
+class Run:
+    """All fragments of one replica set, concatenated: its ``members``, ascending ranks, divide its ``nbytes``."""
+
+    members: Array
+    nbytes: int
+
+    @property
+    def cuts(self) -> Array:
+        """Member ``k`` copies bytes ``cuts[k]`` to ``cuts[k + 1]``; int64."""
+        return equal_cuts(self.nbytes, len(self.members))
+
+
+def equal_cuts(nbytes: int, places: int) -> Array:
+    """``nbytes * k // places`` for each ``k`` from 0 to ``places``, int64."""
+    each, rest = divmod(nbytes, places)  # the product itself could exceed 64 bits
+    place = np.arange(places + 1, dtype=np.int64)
+    return place * each + place * rest // places
+
+
+@dataclass(frozen=True, eq=False)
 class ReplicaSets:
     """The replica sets of the job, and the set of each of this rank's fragments.
 
     ``runs``: equal on all ranks and in the same order, without fragments that differ between replicas.
     ``private[rank]``, int64: the bytes that only this rank copies for itself: fragments without replicas, differing
     ones, and those that all their ranks copy. ``group_of[i]``: the index in ``runs`` of this rank's fragment ``i``,
-    or ``PRIVATE``, ``DIFFERING`` or ``WHOLE``. ``again``: the later check that replicas are still equal. ``odd[i]``,
-    for a differing fragment ``i`` of this rank: the ranks whose bits differ from those of the majority.
+    or ``PRIVATE``, ``DIFFERING`` or ``WHOLE``. ``odd[i]``, for a differing fragment ``i`` of this rank: the ranks
+    whose bits differ from those of the majority.
     """
 
     runs: tuple[Run, ...]
     private: Array
     group_of: Array
-    again: Recheck
     odd: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -98,16 +116,12 @@ class Holdings:
         members: Array = self.order[self.group_of[self.order] == group]
         return members
 
-    def summary(self, digest: Callable[[Sequence[int]], int] | None = None) -> bytes:
-        """This rank's private bytes, then for each of its groups, ascending, a digest and the bytes.
-
-        The digest is that of ``hashes``, or the result of ``digest`` for the indices of the group's fragments.
-        """
+    def summary(self) -> bytes:
+        """This rank's private bytes, then for each of its groups, ascending, a digest of ``hashes`` and the bytes."""
         words = [np.array([self.nbytes[self.group_of < 0].sum()], np.uint64)]
         for group in distinct(self.group_of[self.order]).tolist():
             index = self.of(group)
-            hashes = self.hashes[index].tobytes()
-            value = xxhash.xxh3_64_intdigest(hashes) if digest is None else digest(index.tolist())
+            value = xxhash.xxh3_64_intdigest(self.hashes[index].tobytes())
             words.append(np.array([value, int(self.nbytes[index].sum())], np.uint64))
         return np.concatenate(words).tobytes()
 
@@ -115,31 +129,6 @@ class Holdings:
         """The hashes, then the sizes, of all fragments of each group."""
         members = (self.of(group) for group in groups)
         return b"".join(self.hashes[index].tobytes() + self.nbytes[index].tobytes() for index in members)
-
-
-@dataclass(frozen=True, eq=False)
-class Recheck:
-    """A later check that replicas are still equal, with one digest per group of a rank.
-
-    ``differ``: some replicas differed at the start; then the check always fails, so that the sets are found again.
-    """
-
-    groups: Groups
-    holdings: Holdings
-    differ: bool
-
-    @property
-    def needed(self) -> bool:
-        """Whether any replicas exist; equal on all ranks."""
-        return bool(self.groups.members)
-
-    def digests(self, digest: Callable[[Sequence[int]], int]) -> bytes:
-        """This rank's message for ``agree``; ``digest`` hashes the bytes of fragments, given their indices."""
-        return self.holdings.summary(digest)
-
-    def agree(self, messages: list[bytes]) -> bool:
-        """Whether, by the ``digests`` of all ranks, the members of each group have the same bytes."""
-        return not self.differ and not _compare(self.groups, messages, len(messages))[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +160,6 @@ class ReplicaMap:
         """The replica sets, from this rank's ``holdings`` and the summaries of all ranks. Collective only if replicas
         differ: then ranks exchange one message, with a hash per fragment of the differing groups."""
         private, totals, unequal = _compare(self.groups, summaries, self.num_ranks)
-        again = Recheck(self.groups, holdings, bool(unequal))
         odd: dict[int, tuple[int, ...]] = {}
         if unequal:
             details = gather(lambda: holdings.details(unequal))
@@ -183,7 +171,7 @@ class ReplicaMap:
                 holdings.group_of[list(odd)] = DIFFERING
         members = self.groups.members
         runs = tuple(Run(ranks, int(total)) for ranks, total in zip(members, totals, strict=True))
-        return ReplicaSets(runs, private, holdings.group_of, again, odd)
+        return ReplicaSets(runs, private, holdings.group_of, odd)
 
 
 def find_sharing(gather: Gather, rank: int, num_ranks: int, fragments: Sequence[Fragment]) -> ReplicaMap:

@@ -68,6 +68,12 @@ class TrainingState(Protocol):
     def save_objects(self) -> Mapping[str, Any]:
         """RNG, counters, schedulers and users' objects, as ``objects.encode`` takes them."""
 
+    def check_objects(self, objects: Sequence[Mapping[str, Any]], is_reshaped: bool) -> None:
+        """Explains why tensors do not fit, from results of ``save_objects`` of some ranks of the snapshot.
+
+        Raises MismatchError if they are of another optimizer, or, if ``is_reshaped``, of one that keeps its layout.
+        """
+
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """Restores the result of ``save_objects`` of a rank with the same coordinates."""
 

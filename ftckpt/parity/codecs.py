@@ -25,7 +25,6 @@ import numpy as np
 from ftckpt.array_types import Bytes
 from ftckpt.config import PAGE_BYTES
 from ftckpt.errors import ConfigError, LostError
-from ftckpt.parity.modes import CODES
 
 BLOCK_BYTES = 1 << 20
 """Bytes per step of XOR."""
@@ -51,20 +50,17 @@ class MissingArray(Enum):
 MISSING: Final = MissingArray.MISSING
 
 
-def encode(  # noqa: PLR0917 - the last one is optional
-    code: str, data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None
-) -> Bytes:
+def encode(data: Sequence[Bytes | None], length: int, row: int, losses: int, out: Bytes | None = None) -> Bytes:
     """Compute parity block ``row`` (0 to ``losses`` - 1) of a stripe of ``length`` bytes, in ``out`` or a new array.
 
     ``data`` are uint8 arrays in the stripe's order, each of ``length`` bytes at most; shorter ones are padded with
-    zeros, and None counts as zeros. ``xor`` and ``mirror`` have only row 0. ``mirror`` has one data array and
-    copies it.
+    zeros, and None counts as zeros. Row 0 is their XOR, of a single array (``mirror``) a copy.
 
     Raises:
-        ConfigError: an unknown code, or one without such a row for so many arrays.
+        ConfigError: there is no such row for so many arrays.
         ValueError: an array longer than ``length``, or ``out`` of another length.
     """
-    fold = encoder(code, len(data), row, losses)
+    fold = encoder(len(data), row, losses)
     if out is None:
         out = np.empty(length, np.uint8)
     if len(out) != length or any(array is not None and len(array) > length for array in data):
@@ -77,7 +73,7 @@ def encode(  # noqa: PLR0917 - the last one is optional
     return out
 
 
-def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[Bytes | None], Bytes], None]:
+def encoder(width: int, row: int, losses: int) -> Callable[[Iterable[Bytes | None], Bytes], None]:
     """A function that computes parity block ``row`` of ``width`` arrays piece by piece.
 
     It takes the pieces of all arrays, as ``encode`` takes arrays, and fills the piece of the block. For a plain XOR
@@ -86,14 +82,14 @@ def encoder(code: str, width: int, row: int, losses: int) -> Callable[[Iterable[
     Raises:
         ConfigError: as ``encode``.
     """
-    factors = _row(code, row, width, losses)
+    factors = _row(row, width, losses)
     if set(factors) == {1}:
         return lambda pieces, out: _sum_plain((piece for piece in pieces if piece is not None), out)
     return lambda pieces, out: _sum_row(row, factors, list(pieces), out)
 
 
 def decode(
-    code: str, data: Sequence[Bytes | MissingArray | None], blocks: Mapping[int, Bytes], length: int, losses: int
+    data: Sequence[Bytes | MissingArray | None], blocks: Mapping[int, Bytes], length: int, losses: int
 ) -> dict[int, Bytes]:
     """Reconstruct the ``MISSING`` data arrays: index → a new array of ``length`` bytes.
 
@@ -114,11 +110,11 @@ def decode(
     if any(len(blocks[row]) != length for row in rows):
         raise ValueError(f"parity blocks of {[len(blocks[row]) for row in rows]} bytes in a stripe of {length}")
     solved = {index: np.empty(length, np.uint8) for index in lost}
-    # Row 0 is plain XOR for every code: the lost array is the XOR of the block and all other arrays.
+    # Row 0 is plain XOR: the lost array is the XOR of the block and all other arrays.
     if rows == [0]:
         _sum([1] * (len(known) + 1), [*known, blocks[0]], solved[lost[0]])
         return solved
-    _solve([_row(code, row, len(data), losses) for row in rows], rows, known, blocks, solved)
+    _solve([_row(row, len(data), losses) for row in rows], rows, known, blocks, solved)
     return solved
 
 
@@ -132,13 +128,11 @@ def coefficient(row: int, index: int) -> int:
     return _reciprocal(_EXP[-index % 255] ^ x)
 
 
-def _row(code: str, row: int, width: int, losses: int) -> list[int]:
+def _row(row: int, width: int, losses: int) -> list[int]:
     """Coefficients of one parity row of ``width`` data arrays."""
-    if code not in CODES:
-        raise ConfigError(f"unknown parity code {code!r}; use {', '.join(CODES)}")
-    if not 0 <= row < losses or (code != "rs" and losses != 1) or (code == "mirror" and width != 1):
-        raise ConfigError(f"--ftckpt-peer-losses: {code} of {width} arrays has no parity block {row} of {losses}")
-    if code == "rs" and width + losses > MAX_MEMBERS:
+    if not 0 <= row < losses:
+        raise ConfigError(f"--ftckpt-peer-losses: {width} arrays have no parity block {row} of {losses}")
+    if losses > 1 and width + losses > MAX_MEMBERS:
         raise ConfigError(
             f"--ftckpt-peer-group: rs spans {MAX_MEMBERS} members at most, not {width + losses}; lower it"
         )

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from ftckpt.parity.holding import ArenaLayout, HoldingSection, pack_lengths, unpack_lengths
-from ftckpt.parity.modes import CODES, MOST_ARENAS, MOST_MEMBERS, TRAITS, Modes, ModeTraits
+from ftckpt.parity.modes import MOST_ARENAS, MOST_MEMBERS, TRAITS, Modes, ModeTraits
 
 T = TypeVar("T")
 
@@ -131,7 +131,6 @@ class ParityGroup:
 
     name: str
     mode: str
-    code: str
     losses: int
     chunk_bytes: int
     members: tuple[Member, ...]
@@ -139,13 +138,13 @@ class ParityGroup:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"parity group: name {self.name!r} is not 16 hex digits")
-        if self.mode not in TRAITS or self.code not in CODES:
-            raise ValueError(f"parity group {self.name}: unknown mode {self.mode!r} or code {self.code!r}")
+        if self.mode not in TRAITS:
+            raise ValueError(f"parity group {self.name}: unknown mode {self.mode!r}")
         if len(self.members) < 2 or len(self.places) < len(self.members):
             raise ValueError(f"parity group {self.name}: needs two members or more, each of another shard")
-        if not 1 <= self.losses < len(self.members) or (self.code != "rs" and self.losses != 1):
+        if not 1 <= self.losses < len(self.members) or (self.mode != "peer" and self.losses != 1):
             raise ValueError(
-                f"parity group {self.name}: {self.code} over {len(self.members)} members cannot survive "
+                f"parity group {self.name}: {self.mode} over {len(self.members)} members cannot survive "
                 f"{self.losses} losses"
             )
         for member in self.members:
@@ -156,10 +155,15 @@ class ParityGroup:
                 raise ValueError(f"parity group {self.name}: {member.shard} has a negative chunk")
 
     @classmethod
-    def of(cls, mode: str, code: str, losses: int, chunk_bytes: int, members: Sequence[Member]) -> ParityGroup:
+    def of(cls, mode: str, losses: int, chunk_bytes: int, members: Sequence[Member]) -> ParityGroup:
         """Create a group named by the digest of its contents."""
-        body = [mode, code, losses, chunk_bytes, [_member_json(member) for member in members]]
-        return cls(_digest(body, 16), mode, code, losses, chunk_bytes, tuple(members))
+        body = [mode, _code(mode, losses), losses, chunk_bytes, [_member_json(member) for member in members]]
+        return cls(_digest(body, 16), mode, losses, chunk_bytes, tuple(members))
+
+    @property
+    def code(self) -> str:
+        """How blocks are computed: ``xor``, ``mirror`` (XOR of a single chunk) or ``rs`` (Reed-Solomon)."""
+        return _code(self.mode, self.losses)
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -205,11 +209,13 @@ class ParityGroup:
                 for shard, node, arena, first, lengths, blocks in value["members"]
             )
             name, mode, code = str(value["name"]), str(value["mode"]), str(value["code"])
-            group = cls(name, mode, code, int(value["losses"]), int(value["chunk_bytes"]), members)
+            group = cls(name, mode, int(value["losses"]), int(value["chunk_bytes"]), members)
+            if code != group.code:
+                raise ValueError(f"code {code!r} of mode {mode}")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a parity group: {error}") from None
         # Names of groups in slots come from the slots' sections, which do not contain nodes: they are no such digest.
-        if not group.in_slots and group.name != cls.of(mode, code, group.losses, group.chunk_bytes, members).name:
+        if not group.in_slots and group.name != cls.of(mode, group.losses, group.chunk_bytes, members).name:
             raise ValueError(f"not a parity group: {name} is not the digest of its contents")
         return group
 
@@ -228,7 +234,7 @@ def node_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
         for own in (arenas[len(arenas) * i // num : len(arenas) * (i + 1) // num] for i in range(num)):
             if len(own) > 1:
                 members = [Member(h.shard, h.node, h.arena, 0, h.lengths) for h in own]
-                groups.append(ParityGroup.of("node", "xor", 1, max(h.chunk_bytes for h in own), members))
+                groups.append(ParityGroup.of("node", 1, max(h.chunk_bytes for h in own), members))
     return groups
 
 
@@ -251,10 +257,9 @@ def peer_groups(holdings: Iterable[ArenaLayout], modes: Modes) -> list[ParityGro
             if len(own) > 1 and any(holding.private for holding in own):
                 # If nodes differ in their number of arenas, a group may be smaller than requested.
                 losses = min(modes.peer_losses, len(own) - 1)
-                code = "xor" if losses == 1 else "rs"
                 members = [Member(h.shard, h.node, h.arena, 0, h.private) for h in own]
                 chunk_bytes = max(holding.chunk_bytes for holding in own)
-                groups.append(ParityGroup.of("peer", code, losses, chunk_bytes, members))
+                groups.append(ParityGroup.of("peer", losses, chunk_bytes, members))
     return groups
 
 
@@ -273,9 +278,8 @@ def _set_digest(replica_set: tuple[str, ...]) -> str:
 
 
 def slot_group(name: str, mode: str, chunk_bytes: int, members: Iterable[Member]) -> ParityGroup:
-    """A group with blocks in slots, members ordered by shard: XOR for "replica", a mirror for "copy"."""
-    ordered = tuple(sorted(members, key=lambda member: member.shard))
-    return ParityGroup(name, mode, "xor" if mode == "replica" else "mirror", 1, chunk_bytes, ordered)
+    """A group with blocks in slots, members ordered by shard."""
+    return ParityGroup(name, mode, 1, chunk_bytes, tuple(sorted(members, key=lambda member: member.shard)))
 
 
 def slot_groups(holdings: Iterable[ArenaLayout]) -> list[ParityGroup]:
@@ -309,6 +313,10 @@ def mirrors(holdings: Iterable[ArenaLayout], modes: Modes) -> dict[str, tuple[st
     racks = {holding.node: holding.rack for holding in arenas}
     others = mirror_nodes(sorted(racks), modes.mirror_copies, racks)
     return {holding.shard: (holding.node, *others[holding.node]) for holding in arenas}
+
+
+def _code(mode: str, losses: int) -> str:
+    return "mirror" if mode == "copy" else "xor" if losses == 1 else "rs"
 
 
 def _member_json(member: Member) -> list[Any]:

@@ -10,9 +10,6 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.setting_checks import check_protect
 
-CODES = ("xor", "rs", "mirror")
-"""Parity codes: ``node`` uses the first, ``peer`` the first two, modes in slots the first and the last."""
-
 MOST_MEMBERS = 8
 """Default maximum of members of a group: more save memory, fewer survive more losses."""
 

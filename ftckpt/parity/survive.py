@@ -124,8 +124,7 @@ class Forecast:
     packages. A lost arena includes its parity files, a lost node its arenas and the packages on it. A shard is
     recoverable if all of its chunks are and a package is left to verify them.
 
-    Most cases are decided on entire arenas. The others are solved chunk by chunk, once for each pattern of groups,
-    chunk counts and losses: most groups of a job have the same shape.
+    Most cases are decided on entire arenas. The others are solved chunk by chunk.
     """
 
     def __init__(
@@ -143,11 +142,6 @@ class Forecast:
             for member in group.members:
                 self.groups_of.setdefault(member.shard, []).append(place)
         self._parts = {shard: self._covers(holding) for shard, holding in self.holdings.items()}
-        # Shapes are numbered: patterns of losses are compared very often, and shapes are long tuples.
-        shapes: dict[Any, int] = {}
-        self.shape_of = [shapes.setdefault(_group_shape(group), len(shapes)) for group in self.groups]
-        self.cut_of = {shard: shapes.setdefault(_cut(own), len(shapes)) for shard, own in self.holdings.items()}
-        self._known: dict[Any, bool] = {}
 
     def survived(self, lost_shards: Set[str], lost_nodes: Set[str]) -> bool:
         """Whether all shards are recoverable after the loss of these arenas and nodes."""
@@ -160,14 +154,10 @@ class Forecast:
         left = self._left_by_arenas(lost)
         if not left:
             return True
-        pattern = self._pattern(lost)
-        if pattern not in self._known:
-            # Fewer lost chunks are easier to solve: if a few fail, all fail. The first chunks decide most cases. Two
-            # periods of the longest group contain every arrangement of holders.
-            longest = max((len(self.groups[g].members) for shard in lost for g in self.groups_of[shard]), default=0)
-            whole = not self._unsolved(lost, 1, left)
-            self._known[pattern] = whole and not any(self._unsolved(lost, few) for few in (2 * longest, None))
-        return self._known[pattern]
+        # Fewer lost chunks are easier to solve: if a few fail, all fail. The first chunks decide most cases. Two
+        # periods of the longest group contain every arrangement of holders.
+        longest = max((len(self.groups[g].members) for shard in lost for g in self.groups_of[shard]), default=0)
+        return not self._unsolved(lost, 1, left) and not any(self._unsolved(lost, few) for few in (2 * longest, None))
 
     def unrecoverable(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         """The unrecoverable shards after the loss of these arenas and nodes, sorted."""
@@ -192,8 +182,7 @@ class Forecast:
 
     def _lost(self, lost_shards: Set[str], lost_nodes: Set[str]) -> list[str]:
         on_nodes = {shard for node in lost_nodes for shard in self.on_node.get(node, ())}
-        # Sorted by node: losses of the same shape give the same pattern.
-        return sorted(on_nodes | (lost_shards & self.holdings.keys()), key=lambda s: (self.holdings[s].node, s))
+        return sorted(on_nodes | (lost_shards & self.holdings.keys()))
 
     def _bare(self, lost: Iterable[str], lost_nodes: Set[str]) -> set[str]:
         """Lost shards without a remaining package, which could not be verified after reconstruction."""
@@ -257,16 +246,6 @@ class Forecast:
         _, unsolved = solve(groups, chunks, _BlocksOf(groups, lost))
         return {shard for shard, _ in unsolved}
 
-    def _pattern(self, lost: Sequence[str]) -> Any:
-        """A key that is equal for losses that differ only in names and in bytes."""
-        places = dict.fromkeys(place for shard in lost for place in self.groups_of[shard])
-        members = [tuple(self.groups[place].places.get(shard, -1) for shard in lost) for place in places]
-        return (
-            tuple(self.cut_of[shard] for shard in lost),
-            tuple(self.shape_of[place] for place in places),
-            tuple(members),
-        )
-
 
 class LossUnits:
     """Whether the job survives the loss of one or of two units; a unit is an arena, or all arenas of a node.
@@ -279,6 +258,10 @@ class LossUnits:
     def __init__(self, forecast: Forecast, *, nodes: bool) -> None:
         self._forecast = forecast
         self._nodes = nodes
+        # Shapes are numbered: they are compared very often, and are long tuples.
+        shapes: dict[Any, int] = {}
+        self._shape_of = [shapes.setdefault(_group_shape(group), len(shapes)) for group in forecast.groups]
+        self._cut_of = {shard: shapes.setdefault(_cut(own), len(shapes)) for shard, own in forecast.holdings.items()}
         arenas = {shard: [shard] for shard in forecast.holdings}
         self._shards = {node: sorted(own) for node, own in forecast.on_node.items()} if nodes else arenas
         # Unit → its groups, numbered within the unit: two units' shared groups are identified by these numbers.
@@ -315,12 +298,12 @@ class LossUnits:
         forecast, places = self._forecast, self._groups[unit]
         arenas = tuple(
             (
-                forecast.cut_of[shard],
+                self._cut_of[shard],
                 *((places[g], forecast.groups[g].places[shard]) for g in forecast.groups_of[shard]),
             )
             for shard in self._shards[unit]
         )
-        return arenas, tuple(forecast.shape_of[place] for place in places)
+        return arenas, tuple(self._shape_of[place] for place in places)
 
     def _alone_with_packages(self) -> dict[str, list[set[str]]]:
         """Unit → the nodes with packages of its arenas, for arenas with packages on at most two nodes."""
@@ -352,7 +335,7 @@ class _BlocksOf(Container[BlockId]):
 
 def _group_shape(group: ParityGroup) -> Any:
     cuts = tuple((member.first, len(member.lengths), member.blocks) for member in group.members)
-    return group.mode, group.code, group.losses, cuts
+    return group.mode, group.losses, cuts
 
 
 def _cut(holding: ArenaLayout) -> Any:

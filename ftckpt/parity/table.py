@@ -70,7 +70,7 @@ class ProtectionTable:
                 survived += f" (not: {' and '.join(failure.example)})"
             lines.append(f"{failure.lost:<{width}}  {failure.cases:>9}  {survived}")
         lines += [
-            f"memory per node: {human(most.sum)} = slots {human(most.slots)}"
+            f"host RAM per node: {human(most.sum)} = slots {human(most.slots)}"
             + (f" (of these parity and copies {human(most.in_slots)})" if most.in_slots else "")
             + f" + parity {human(most.parity)} + packages {human(most.packages)}",
             f"network per protected snapshot: a node receives up to {human(max(self.network.values()))}, "

@@ -45,7 +45,8 @@ _DONE = "done"
 _FILE = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-(?:[a-z]+\d+(?:-[a-z]+\d+)*\.(?:safetensors|zst)|{_DONE}\.[A-Za-z0-9._-]+)"
 _OURS = re.compile(_FILE)
 """Names of shard files and marks in a checkpoint's folder: ``sweep`` removes nothing else from it."""
-_BEGUN = re.compile(rf"\.(?:{_FILE}|{re.escape(MANIFEST_NAME)}|{LATEST_NAME})-.+")
+_VOID_MARK = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}\.\d+"
+_BEGUN = re.compile(rf"\.(?:{_FILE}|{_VOID_MARK}|{_MANIFEST.pattern}|{LATEST_NAME})-.+")
 """Names of unfinished files of killed writers."""
 _OTHERS = ("latest_checkpointed_iteration.txt", "latest_universal", "zero_to_fp32.py")
 """Files of Megatron's and DeepSpeed's checkpoints."""
@@ -95,6 +96,11 @@ class CheckpointName(NamedTuple):
         """Inverse of ``str``; None for any other text."""
         found = _NAME.fullmatch(text)
         return cls(int(found[1]), int(found[2] or 0)) if found is not None else None
+
+    @classmethod
+    def of(cls, text: str) -> CheckpointName | None:
+        """The checkpoint that a user names by its name or iteration; None for any other text."""
+        return cls(int(text)) if text.isdecimal() else cls.parse(text)
 
     @classmethod
     def of_manifest(cls, path: str) -> CheckpointName | None:

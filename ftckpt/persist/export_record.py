@@ -119,7 +119,7 @@ class ExportRecords:
 
     def keep_pointer(self, name: str, record: PointerRecord) -> None:
         """Writes the record of the file ``name``. To be called before the file is written."""
-        self._storage.put(f"{FOLDER}/{name}", json.dumps(record._asdict()).encode())
+        self._storage.put(f"{FOLDER}/{name}", json.dumps({"owner": record.owner, "texts": record.texts}).encode())
 
 
 def _files(path: Path) -> dict[str, int] | None:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from email.message import Message
-from email.utils import parsedate_to_datetime
-from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
 
 from ftckpt.array_types import Buffer
 from ftckpt.errors import StorageError
@@ -23,10 +17,7 @@ _PART_BYTES = 32 << 20
 _UPLOADS = 4
 """Concurrent part uploads of one object; each part stays in memory until it is uploaded."""
 _RETRY_SECS = 20.0
-_MAX_SKEW_SECS = 15 * 60.0
-"""Stores deny requests whose signature differs by more than this from their clock."""
 _CONNECT_SECS = 10.0
-_SIGNED_FOR = timedelta(minutes=1)
 
 
 class ObjectStorage(Storage):
@@ -45,7 +36,6 @@ class ObjectStorage(Storage):
         self.where = where.rstrip("/")
         self._obstore: Any = obstore
         self._errors = obstore.exceptions
-        self._knows_conditions = True
         if not where.startswith("memory://"):
             options.setdefault("retry_config", {"max_retries": 5, "retry_timeout": timedelta(seconds=_RETRY_SECS)})
             client = {"connect_timeout": timedelta(seconds=_CONNECT_SECS), "allow_http": True}
@@ -60,18 +50,12 @@ class ObjectStorage(Storage):
     def create(self, name: str, data: Buffer) -> bool:
         with self._explained(name):
             try:
-                if self._knows_conditions:
-                    self._obstore.put(self._store, self._check(name), _one(data), mode="create")
-                    return True
+                self._obstore.put(self._store, self._check(name), _one(data), mode="create")
+                return True
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
                 return False
             except self._errors.GenericError:
-                answer = self._ask("PUT", name, data, {"If-None-Match": "*"})
-                if answer is not None and answer.status == HTTPStatus.OK:  # created: the failure has passed
-                    return True
-                if answer is None or answer.status != HTTPStatus.NOT_IMPLEMENTED:  # Swift's answer
-                    raise
-                self._knows_conditions = False
+                pass  # a store without conditional writes, such as Swift; a failure repeats below, or has passed
         if self.size(name) is not None:
             return False
         self.put(name, data)
@@ -127,12 +111,6 @@ class ObjectStorage(Storage):
         with self._explained(there[0] if there else ""), contextlib.suppress(self._errors.NotFoundError):
             self._obstore.delete(self._store, there)
 
-    def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
-        return []  # a lifecycle rule of the bucket removes parts of aborted uploads
-
-    def discard(self, unfinished: Sequence[str]) -> None:
-        pass
-
     @contextlib.contextmanager
     def _explained(self, name: str, chunks: _ChunkCounter | None = None) -> Iterator[None]:
         """Converts errors of obstore to StorageErrors that name the object and the remedy; an error of ``chunks`` is
@@ -151,10 +129,9 @@ class ObjectStorage(Storage):
     def _meaning(self, error: Exception) -> tuple[str, bool]:
         """The meaning of an error for the user, and whether a retry is useless."""
         if isinstance(error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError):
-            answer = self._ask("HEAD", "")
-            if answer is not None and abs(answer.skew_secs) >= _MAX_SKEW_SECS:
-                return "the clock of this machine differs from the store's; synchronize it with NTP", False
-            return f"access is denied: check the credentials in the environment ({_first_line(error)})", True
+            # Stores also deny signatures that differ by more than 15 minutes from their clock.
+            remedy = "check the credentials in the environment, and this machine's clock"
+            return f"access is denied: {remedy} ({_first_line(error)})", True
         if isinstance(error, self._errors.NotFoundError | FileNotFoundError):
             return f"does not exist ({_first_line(error)})", True
         return _first_line(error), False
@@ -168,35 +145,6 @@ class ObjectStorage(Storage):
         bucket = kind(config=store.config, client_options=store.client_options, retry_config=store.retry_config)
         with contextlib.suppress(self._errors.GenericError):  # not an answer about the bucket
             self._obstore.head(bucket, "")
-
-    def _ask(
-        self, method: str, name: str, data: Buffer = b"", headers: Mapping[str, str] | None = None
-    ) -> _Answer | None:
-        """Sends one request and returns the store's answer, None without one; obstore's errors have only its text."""
-        try:
-            url = self._obstore.sign(self._store, method, name, _SIGNED_FOR)
-            request = urllib.request.Request(url, bytes(data) or None, dict(headers or {}), method=method)
-            with urllib.request.urlopen(request, timeout=_CONNECT_SECS) as answer:
-                return _Answer.of(answer.status, answer.headers)
-        except urllib.error.HTTPError as refusal:
-            with refusal:
-                return _Answer.of(refusal.code, refusal.headers)
-        except (self._errors.BaseError, OSError, ValueError, TypeError):  # no network, or a store without signed URLs
-            return None
-
-
-class _Answer(NamedTuple):
-    """An HTTP status; ``skew_secs``: this machine's clock minus the store's, 0 if unknown."""
-
-    status: int
-    skew_secs: float
-
-    @classmethod
-    def of(cls, status: int, headers: Message) -> _Answer:
-        """The answer with this status and these headers."""
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return cls(status, time.time() - parsedate_to_datetime(headers["Date"]).timestamp())
-        return cls(status, 0.0)
 
 
 def require_obstore(where: str) -> None:

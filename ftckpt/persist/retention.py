@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ftckpt.errors import StorageError
-from ftckpt.model.lineage import Lineage, is_doubtful, is_past, last_shared
+from ftckpt.model.lineage import Lineage, is_doubtful, is_past, last_shared, newest
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import (
     PINS,
@@ -20,6 +20,7 @@ from ftckpt.persist.commit import (
     VOID,
     CheckpointName,
     checkpoints,
+    claimed_lineage,
     committed,
     folder_of,
     latest,
@@ -27,7 +28,7 @@ from ftckpt.persist.commit import (
     read_manifest,
     readers,
 )
-from ftckpt.persist.shards import FORMAT, is_sound
+from ftckpt.persist.shards import FORMAT, StoredSnapshot, is_sound
 from ftckpt.persist.storage import Storage
 
 VOID_MEANS = "about to be removed: no restart takes it"
@@ -61,6 +62,24 @@ def surplus(lineages: Mapping[CheckpointName, Lineage], head: Lineage, keep: int
         if 0 < keep <= sum(one.iteration > since for one in counting):
             gone.add(name)
     return gone
+
+
+def readable(storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
+    """The readable manifests of checkpoints, newest first. Raises StorageError if storage fails."""
+    found = {name: committed(storage, name) for name in checkpoints(storage)}
+    return {name: stored for name, stored in found.items() if stored is not None}
+
+
+def usable(storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
+    """The manifests of the checkpoints that a start may restore without naming one, newest first.
+
+    Raises:
+        StorageError: storage fails, or the head of the job is damaged.
+    """
+    void, found = voided(storage), readable(storage)
+    lineages = {name: stored.lineage for name, stored in found.items()}
+    certain = restorable(lineages, newest([claimed_lineage(storage), *lineages.values()]))
+    return {name: stored for name, stored in found.items() if name in certain and stored.snapshot not in void}
 
 
 def pin(storage: Storage, name: CheckpointName) -> bool:
@@ -156,7 +175,7 @@ def set_aside(storage: Storage, snapshot: SnapshotId) -> None:
             raise StorageError(f"{storage.where}/{name.manifest}: {text}", lasting=True)
         if is_pinned:
             text = f"{storage.where}: {name} cannot be read and is pinned"
-            raise StorageError(f"{text}: 'ftckpt unpin' lets the new checkpoint replace it", lasting=True)
+            raise StorageError(f"{text}: 'ftckpt pin --remove' lets the new checkpoint replace it", lasting=True)
         return
     aside = CheckpointName(name.iteration, max(1, stored.lineage.generation))
     # New manifest, new pin, then unpin: at each instant the checkpoint is committed and pinned under one name.
@@ -164,6 +183,32 @@ def set_aside(storage: Storage, snapshot: SnapshotId) -> None:
     if is_pinned:
         storage.put(_pin(aside), b"pinned\n")
         unpin(storage, name)
+
+
+def retain(
+    storage: Storage, snapshot: SnapshotId, head: Lineage, keep: int, owns: Callable[[], bool] = lambda: True
+) -> list[CheckpointName]:
+    """Removes the ``surplus`` of a job whose newest checkpoint is ``snapshot``, and makes ``latest`` name the newest
+    restorable one; returns the names of those removed. Unreadable checkpoints stay.
+
+    Args:
+        head: the job's head.
+        owns: see ``retire``.
+    """
+    there = readable(storage)
+    lineages = {name: stored.lineage for name, stored in there.items()}
+    doomed = {
+        name: there[name].snapshot for name in surplus(lineages, head, keep) if there[name].snapshot != snapshot
+    }
+    if not owns():
+        return []
+    # ``latest`` may name a checkpoint of an abandoned branch, or one in doubt by now.
+    newest_restorable = max((name.iteration for name in restorable(lineages, head)), default=snapshot.iteration)
+    if latest(storage) != newest_restorable:
+        name_latest(storage, newest_restorable)
+    committed_now = {stored.snapshot for stored in there.values()}
+    forget_void(storage, [one for one in voided(storage) if one not in committed_now])
+    return retire(storage, doomed, newest_restorable, owns) if doomed else []
 
 
 def retire(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import xxhash
 
 from ftckpt.array_types import Buffer
 from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageError
-from ftckpt.memory.destinations import LoadTarget, cover, scratch
+from ftckpt.memory.destinations import TargetParts, cover, scratch
 from ftckpt.memory.image import Span, header_bytes, parse_image
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
@@ -62,11 +63,6 @@ class ShardFile:
         """The bytes of the encoded objects."""
         return self.entry.objects_used
 
-    @property
-    def capacity(self) -> int:
-        """The weight of the shard's share in bytes; 0 if it is unknown."""
-        return self.image.manifest.capacity
-
     def chunk(self, number: int) -> Buffer:
         """Reads and verifies a chunk of the image.
 
@@ -77,25 +73,25 @@ class ShardFile:
         """
         return self._proven(number)
 
-    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
-        """Fills ``landings``, ascending and disjoint, from a chunk; raises as ``chunk`` does.
+    def scatter(self, number: int, parts: TargetParts) -> None:
+        """Fills the targets of ``parts`` from a chunk; raises as ``chunk`` does.
 
-        An uncompressed chunk is verified after it is read into ``landings``: after an error they have corrupt bytes.
+        An uncompressed chunk is verified after it is read into the targets: after an error they have corrupt bytes.
         """
-        span, read_into = self.image.chunks[number], self._read_into
+        read_into = self._read_into
         if read_into is None or self._runs is not None:
-            data = memoryview(self.chunk(number))
-            for begin, memory in landings:
-                memory[:] = data[begin - span.begin :][: len(memory)]
+            data, first = memoryview(self.chunk(number)), self.image.chunks[number].begin
+            for part in parts():
+                for begin, memory in part.targets:
+                    memory[:] = data[begin - first :][: len(memory)]
             return
 
-        def gap(begin: int, end: int) -> memoryview:
-            return scratch(span.nbytes)[begin - span.begin : end - span.begin]
-
-        def bring() -> Sequence[memoryview]:
-            memories = [*cover(span, landings, gap)]
-            read_into(span.begin, memories)
-            return memories
+        def bring() -> Iterator[memoryview]:
+            for span, targets in parts():
+                # Gaps are disjoint: all buffers are hashed after the read.
+                memories = [*cover(span, targets, partial(_gap_of, span))]
+                read_into(span.begin, memories)
+                yield from memories
 
         self._prove(number, bring)
 
@@ -108,24 +104,35 @@ class ShardFile:
         return self._proven(-1)
 
     def _proven(self, part: int) -> Buffer:
-        return self._prove(part, lambda: [self._unpacked(part)])[0]
+        data: Buffer = b""
+
+        def bring() -> Iterator[Buffer]:
+            nonlocal data
+            data = self._unpacked(part)
+            yield data
+
+        self._prove(part, bring)
+        return data
 
     def _unpacked(self, part: int) -> Buffer:
         data = self._read(self._spans[part].begin, self._spans[part].nbytes)
         return data if self._runs is None else decompress(data, self._runs[part])
 
-    def _prove(self, part: int, bring: Callable[[], Sequence[Buffer]]) -> Sequence[Buffer]:
+    def _prove(self, part: int, bring: Callable[[], Iterable[Buffer]]) -> None:
         """Calls ``bring`` until its buffers together have the part's checksum, at most ``_TRIES`` times."""
         span, problem = self._spans[part], "do not match their checksum"
         for _ in range(_TRIES):
+            digest = xxhash.xxh3_64()
             try:
-                found = bring()
+                for data in bring():
+                    digest.update(data)
             except CorruptError as error:
                 problem = str(error)
                 continue
-            digest = xxhash.xxh3_64()
-            for data in found:
-                digest.update(data)
             if digest.intdigest() == self._hashes[part]:
-                return found
+                return
         raise DamagedError(f"{self._where}: {span.nbytes} bytes at {span.begin} {problem}")
+
+
+def _gap_of(span: Span, begin: int, end: int) -> memoryview:
+    return scratch(span.nbytes)[begin - span.begin : end - span.begin]

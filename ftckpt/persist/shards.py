@@ -1,8 +1,8 @@
 """A snapshot on storage: a file per shard, and a manifest. Pure; ``FORMAT.md`` specifies it.
 
 A shard's file is the image of its slot: header, chunks and objects as in memory. Writing it needs no gather, cast or
-other division into chunks, and a restart can take single chunks that memory has lost from storage. ``compression``
-compresses each chunk. Parity and copies of other shards are omitted.
+other division into chunks, and a restart reads single chunks. ``compression`` compresses each chunk. Parity and
+copies of other shards are omitted.
 """
 
 from __future__ import annotations

@@ -80,17 +80,18 @@ class Storage(ABC):
     def remove(self, names: Sequence[str]) -> None:
         """Removes objects; missing ones are no error."""
 
-    @abstractmethod
     def unfinished(self, is_active: Callable[[str], bool] = lambda name: False) -> Sequence[str]:
-        """Partial writes of killed writers, which ``list`` omits, for ``discard``.
+        """Partial writes of killed writers, which ``list`` omits, for ``discard``; none on object stores, where a
+        lifecycle rule of the bucket removes parts of aborted uploads.
 
         Args:
             is_active: whether an object whose name starts like this may be being written: then it is omitted.
         """
+        return []
 
-    @abstractmethod
     def discard(self, unfinished: Sequence[str]) -> None:
         """Removes what ``unfinished`` has returned."""
+        self.remove(unfinished)
 
     def _check(self, name: str) -> str:
         parts = name.split("/")

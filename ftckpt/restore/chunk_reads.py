@@ -18,11 +18,11 @@ import torch
 from ftckpt.array_types import Buffer
 from ftckpt.group import Group, gather_all
 from ftckpt.host_memory import host_memory
-from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.destinations import LoadTarget, TargetPart, TargetParts
 from ftckpt.memory.image import SlotImage, Span
 from ftckpt.memory.locations import SlotAt
 from ftckpt.restore.plan import StridedCopy, reading, run
-from ftckpt.restore.redistribute import dest_strip, source_strip
+from ftckpt.restore.redistribute import MESSAGE_BYTES, dest_strip, source_strip
 from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.threads import in_order
 
@@ -40,16 +40,11 @@ class Source(Protocol):
     def objects_used(self) -> int:
         """The bytes of the encoded objects."""
 
-    @property
-    def capacity(self) -> int | None:
-        """The weight of the shard's share in bytes."""
-
     def stored_bytes(self, number: int) -> int:
         """The bytes that are read for a chunk."""
 
-    def scatter(self, number: int, targets: Sequence[LoadTarget]) -> None:
-        """Fill ``targets``, ascending and disjoint, from a chunk; raises if it is corrupt, and may have filled them
-        then."""
+    def scatter(self, number: int, parts: TargetParts) -> None:
+        """Fill the targets of ``parts`` from a chunk; raises if it is corrupt, and may have filled them then."""
 
     def objects(self) -> Buffer:
         """The encoded objects, verified."""
@@ -88,10 +83,10 @@ class ChunkPlan(NamedTuple):
 
 
 def chunks_of(source: Source, parts: Iterable[Part], every: bool = False) -> Iterator[ChunkPlan]:
-    """The chunks of an image that ``parts`` overlap, or ``every`` one. The objects count as one more chunk."""
+    """The chunks of an image that ``parts`` overlap, or ``every`` one."""
     parts = sorted(parts, key=lambda part: part.copy.source)
     begins, first = [part.copy.source for part in parts], 0
-    for number, span in enumerate((*source.image.chunks, source.image.objects)):
+    for number, span in enumerate(source.image.chunks):
         while first < len(parts) and parts[first].copy.source_end <= span.begin:
             first += 1
         near = parts[first : bisect_right(begins, span.end - 1)]
@@ -100,25 +95,31 @@ def chunks_of(source: Source, parts: Iterable[Part], every: bool = False) -> Ite
         if of:
             end = max(part.copy.source_end for part in of)
             yield ChunkPlan(source, number, Span(max(span.begin, of[0].copy.source), min(span.end, end)), of)
-        elif every and number < len(source.image.chunks):
+        elif every:
             yield ChunkPlan(source, number, Span(span.begin, span.begin), ())
 
 
 def land(chunk: ChunkPlan, staging: StagingBuffers) -> int:
     """Read and verify a chunk, and copy its bytes to their destinations, maybe asynchronously; returns the bytes
-    read."""
-    begin, end, nbytes = chunk.span.begin, chunk.span.end, chunk.span.nbytes
-    if (targets := _targets(chunk)) is not None:
-        chunk.source.scatter(chunk.number, targets)
-        return nbytes
-    data = staging.memory(nbytes)
-    chunk.source.scatter(chunk.number, [LoadTarget(begin, data.numpy().data)])
-    staging.send(
-        (dest_strip(copy, part.to), source_strip(copy._replace(source=copy.source - begin), data))
-        for part in chunk.parts
-        for copy in reading(part.copy, begin, end)
-    )
-    return nbytes
+    read. It goes through buffers of ``MESSAGE_BYTES`` at most, however large a chunk is."""
+
+    def parts() -> Iterator[TargetPart]:
+        for span in chunk.source.image.chunks[chunk.number].cut(MESSAGE_BYTES):
+            begin, end = max(span.begin, chunk.span.begin), min(span.end, chunk.span.end)
+            targets = _targets(chunk.parts, begin, end) if begin < end else []
+            if targets is not None:
+                yield TargetPart(span, targets)
+                continue
+            data = staging.memory(end - begin)
+            yield TargetPart(span, [LoadTarget(begin, data.numpy().data)])
+            staging.send(
+                (dest_strip(copy, part.to), source_strip(copy, data, begin))
+                for part in chunk.parts
+                for copy in reading(part.copy, begin, end)
+            )
+
+    chunk.source.scatter(chunk.number, parts)
+    return chunk.span.nbytes
 
 
 def land_all(
@@ -162,13 +163,16 @@ def read_range(source: Source, begin: int, end: int) -> Buffer:
     return data.numpy().data
 
 
-def _targets(chunk: ChunkPlan) -> list[LoadTarget] | None:
-    """The destinations of a chunk's bytes, ascending; None if they overlap or are not runs of host memory."""
-    targets, place = list[LoadTarget](), chunk.span.begin
-    for copy, to in chunk.parts:
+def _targets(parts: Sequence[Part], first: int, last: int) -> list[LoadTarget] | None:
+    """The destinations of bytes ``first`` to ``last``, ascending; None if they overlap or are not runs of host
+    memory."""
+    targets, place = list[LoadTarget](), first
+    for copy, to in parts:
         if copy.source_strides != (1,) or copy.dest_strides != (1,) or not to.is_cpu:
             return None
-        begin, end = max(copy.source, chunk.span.begin), min(copy.source + copy.shape[0], chunk.span.end)
+        begin, end = max(copy.source, first), min(copy.source + copy.shape[0], last)
+        if begin >= end:
+            continue
         if begin < place:  # two parts overlap
             return None
         at = copy.dest + begin - copy.source

@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftckpt.errors import ArenaError, FtckptError
-from ftckpt.memory.arena import open_control
-from ftckpt.memory.control_block import ControlBlock
+from ftckpt.memory.control_block import ControlBlock, open_control
 from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.lineage_file import read_lineage, write_lineage
 from ftckpt.memory.package import list_packages

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from ftckpt.errors import ArenaError
-from ftckpt.events import Progress
 from ftckpt.group import Group, gather_bytes, together
 from ftckpt.host_memory import host_memory
 from ftckpt.memory.image import SlotImage
@@ -28,6 +27,7 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import Topology
 from ftckpt.restore.chunk_reads import ChunkPlan, OpenShard, Part, chunks_of, finish_together, land_all
 from ftckpt.restore.plan import ReadItem, StridedCopy, in_bytes, plan, run, stream
+from ftckpt.restore.progress import Progress
 from ftckpt.restore.redistribute import (
     Name,
     Ranks,

@@ -322,10 +322,10 @@ def solve_slice(
     if not task.repair.use:
         known = [None if isinstance(array, MissingArray) else array for array in data]
         rows = {block_chunk(group, *at): row for row, at in enumerate(task.repair.stripe.blocks)}
-        return {chunk: encode(group.code, known, nbytes, rows[chunk], group.losses) for chunk in task.own}
+        return {chunk: encode(known, nbytes, rows[chunk], group.losses) for chunk in task.own}
     blocks = {row: bytes_of(block) for row, block in task.blocks.items()}
     solved: dict[ChunkId, Bytes] = {}
-    for place, array in decode(group.code, data, blocks, nbytes, group.losses).items():
+    for place, array in decode(data, blocks, nbytes, group.losses).items():
         member, offset = task.repair.stripe.data[place]
         chunk = (group.members[member].shard, group.members[member].first + offset)
         if chunk in task.own:

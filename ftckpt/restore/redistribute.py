@@ -95,9 +95,9 @@ class Strip(NamedTuple):
             yield Strip(self.memory, piece.source, piece.shape, piece.source_strides)
 
 
-def source_strip(copy: StridedCopy, memory: torch.Tensor) -> Strip:
-    """The bytes that ``copy`` (of bytes) reads."""
-    return Strip(memory, copy.source, copy.shape, copy.source_strides)
+def source_strip(copy: StridedCopy, memory: torch.Tensor, at: int) -> Strip:
+    """The bytes that ``copy`` (of bytes) reads; the memory begins with byte ``at`` of its source."""
+    return Strip(memory, copy.source - at, copy.shape, copy.source_strides)
 
 
 def dest_strip(copy: StridedCopy, memory: torch.Tensor) -> Strip:

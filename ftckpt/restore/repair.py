@@ -11,7 +11,6 @@ import torch
 
 from ftckpt.array_types import Buffer, Bytes
 from ftckpt.errors import CorruptError, FtckptError
-from ftckpt.events import Progress
 from ftckpt.group import gather_all, together
 from ftckpt.host_memory import host_memory
 from ftckpt.memory.corruption import Corruption
@@ -24,6 +23,7 @@ from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.context import RestoreContext, Usage, total_of
 from ftckpt.restore.decide import Decision, readers_of, worth_keeping
 from ftckpt.restore.load import Reads, Transfer, execute, fetch, reader_for
+from ftckpt.restore.progress import Progress
 from ftckpt.restore.reconstruction_plan import Input, Rebuild, RepairTask, TaskSlice, batches, levels, solve_slice
 from ftckpt.restore.room import Keep, open_slots
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
@@ -49,12 +49,8 @@ class Outcome:
     usage: Usage = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class BadSolve:
-    """A stripe that was solved to wrong bytes: the parity blocks used, and the chunks."""
-
-    use: tuple[BlockId, ...]
-    chunks: tuple[ChunkId, ...]
+BadSolve = tuple[tuple[BlockId, ...], tuple[ChunkId, ...]]
+"""A stripe that was solved to wrong bytes: the parity blocks used, and the chunks."""
 
 
 class Repairer:
@@ -240,18 +236,15 @@ class Repairer:
         self._usage[source] = total_of([self._usage.get(source, {}), more])
 
     def _gather_mistakes(self, wrong: Sequence[RepairTask]) -> Outcome | None:
-        mine = [BadSolve(task.repair.use, task.own) for task in wrong]
+        mine: list[BadSolve] = [(task.repair.use, task.own) for task in wrong]
         mistakes = [mistake for all_of in codec.gather(self._group, mine, list[BadSolve]) for mistake in all_of]
-        if not mistakes:
-            return None
         outcome = Outcome()
-        for mistake in mistakes:
-            outcome.bad_blocks |= set(mistake.use)
+        for use, chunks in mistakes:
+            outcome.bad_blocks |= set(use)
             # No block to blame: data and the chunk's checksum contradict each other, and a retry gives the same.
-            if not mistake.use:
-                shard, chunk = mistake.chunks[0]
-                outcome.given_up = f"{shard}: the parity in chunk {chunk} does not match the data"
-        return outcome
+            if not use:
+                outcome.given_up = f"{chunks[0][0]}: the parity in chunk {chunks[0][1]} does not match the data"
+        return outcome if mistakes else None
 
     def _finish(self) -> Outcome:
         def finish() -> list[str]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ftckpt.errors import ArenaError, LostError, StorageError
+from ftckpt.errors import ArenaError, LostError, MismatchError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, gather_bytes, together
 from ftckpt.memory.inventory import Inventory
@@ -51,7 +51,8 @@ from ftckpt.restore.verify import report_verified
 _LINEAGE_BYTES = 16
 
 
-class _Start(NamedTuple):
+@dataclass(frozen=True)
+class _Start:
     """Inputs of one start, see ``Restart.choose``; the same on all ranks.
 
     ``new``: the requests to fulfil. ``asked``: all explicit requests of this start. ``selection``: the snapshots that
@@ -193,7 +194,7 @@ class Restart:
         if start.new.before and decision is not None:
             # At the restored iteration, not at the requested one: iterations in between belong to the new branch.
             branched = replace(start.selection, head=seen.head.branch(iteration))
-            start = self._start = start._replace(selection=branched)
+            start = self._start = replace(start, selection=branched)
         self._claim(replace(start.selection.head, requests=start.asked))
         text = f"{asked}: resumes from iteration {iteration}"
         if seen.newest_there <= iteration:
@@ -387,9 +388,14 @@ class Restart:
         """Load the selected shards; False if they cannot be verified on the way."""
         begin, chosen, events = time.perf_counter(), self._chosen, self._context.events
         decision, pieces = chosen.found.decision, [*described.stepped, *described.volatile]
-        if not decision.ranks:
-            chosen.require_all_taken(pieces)
-        brought = self._read(pieces, described.padded)
+        try:
+            if not decision.ranks:
+                chosen.require_all_taken(pieces)
+            brought = self._read(pieces, described.padded)
+        except MismatchError:  # the name of another optimizer says more than its tensors
+            saved = [objects.decode(one) for one in chosen.first_objects()]
+            together(self._context.group, lambda: state.check_objects(saved, not decision.ranks))
+            raise
         if brought is None:
             return False
         (needs, _, _, encoded, _), traffic = brought
@@ -444,10 +450,6 @@ class Restart:
             ages = chain.from_iterable(one.ages for one in estimates)
             report_verified(events, snapshot.iteration, secs, ages, plans[0].ages)
         return plans[0], traffic
-
-    def capacities(self) -> list[int] | None:
-        """See ``SelectedShards.capacities``."""
-        return self._chosen.capacities()
 
     def close(self) -> None:
         """Unmap the arenas and release the hold on storage."""

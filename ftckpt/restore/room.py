@@ -12,7 +12,7 @@ from ftckpt.errors import MemoryBudgetError
 from ftckpt.events import Events
 from ftckpt.group import gather_all, together
 from ftckpt.memory.directory import list_arenas
-from ftckpt.memory.ledger import Ledger, for_rebuild, give_up, in_use, refusal, require
+from ftckpt.memory.ledger import Ledger, give_up, in_use, refusal, require
 from ftckpt.memory.locations import SlotAt
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
@@ -55,26 +55,26 @@ def make_room(context: RestoreContext, chosen: SnapshotId, need: Callable[[], Ne
     """
     group, topology, events, node_dir = *context[:3], context.arenas.node_dir
     needs = gather_all(group, need, Need)
-    total = for_rebuild(_of_node(topology, [one.nbytes for one in needs]))
-    refusals = gather_all(group, lambda: refusal(node_dir, total.now_bytes, _PATIENCE_SECS), str)
+    total_bytes = _of_node(topology, [one.nbytes for one in needs])
+    refusals = gather_all(group, lambda: refusal(node_dir, total_bytes, _PATIENCE_SECS), str)
     # All ranks return here, or none does: the rest is collective.
     if not any(refusals):
         return
     why = refusals[group.rank]
     rebuilt = {site.arena for one in needs for site in one.sites if site.node == topology.me.node}
     arenas = [path for path in list_arenas(node_dir) if path.name not in rebuilt]
-    needed = together(group, lambda: _enough(node_dir, total, keep, arenas, why) if why else None)
+    needed = together(group, lambda: _enough(node_dir, total_bytes, keep, arenas, why) if why else None)
 
     # Here every node can make room: otherwise all ranks have raised above, and none evicts anything.
     # Only the first set of ``keep`` has the newer snapshots: with another one they are evicted.
     free = partial(_free, events=events, iteration=chosen.iteration, newer=needed != keep[0])
-    together(group, lambda: free(node_dir, arenas, total, needed) if needed is not None else None)
+    together(group, lambda: free(node_dir, arenas, total_bytes, needed) if needed is not None else None)
 
 
 def _free(
     node_dir: Path,
     arenas: Sequence[Path],
-    total: Ledger,
+    total_bytes: int,
     snapshots: Collection[SnapshotId],
     *,
     events: Events,
@@ -85,7 +85,7 @@ def _free(
     events.emit("spare_given_up", iteration=iteration, bytes=freed_bytes, newer=newer)
     events.announce(f"evicted {human(freed_bytes)} of unneeded snapshots to reconstruct iteration {iteration}")
     # Deleted files count as free only once nothing maps them: an error is better now than during reconstruction.
-    require(node_dir, total.now_bytes)
+    require(node_dir, total_bytes)
 
 
 def _of_node(topology: Topology, needs: Sequence[int]) -> int:
@@ -93,8 +93,8 @@ def _of_node(topology: Topology, needs: Sequence[int]) -> int:
     return sum(needs[rank] for rank in topology.ranks_on(topology.me.node)) if topology.is_node_leader else 0
 
 
-def _enough(node_dir: Path, total: Ledger, keep: Keep, arenas: Sequence[Path], why: str) -> Collection[SnapshotId]:
-    """The first set of ``keep`` that leaves room for ``total`` if all other snapshots are evicted.
+def _enough(node_dir: Path, total_bytes: int, keep: Keep, arenas: Sequence[Path], why: str) -> Collection[SnapshotId]:
+    """The first set of ``keep`` that leaves room for ``total_bytes`` if all other snapshots are evicted.
 
     Raises:
         MemoryBudgetError: none does.
@@ -102,7 +102,7 @@ def _enough(node_dir: Path, total: Ledger, keep: Keep, arenas: Sequence[Path], w
     there, spare = in_use(arenas), Ledger()
     for needed in keep:
         spare = there.spare(needed)
-        if not refusal(node_dir, (spare + total).later_bytes):
+        if not refusal(node_dir, total_bytes - spare.free_bytes):
             return needed
     raise MemoryBudgetError(
         f"no room to reconstruct this node's shards, even if {human(spare.free_bytes)} of snapshots are evicted: "

@@ -156,15 +156,13 @@ class Search:
 
     def _from_storage(self, fetch: ShardFetch) -> SearchResult | None:
         """The result for a snapshot of which memory has nothing; None if it is corrupt on storage."""
-        files, topology = fetch.files, self._context.topology
-        stored = files.stored
-        ranks = {} if layouts_differ(topology.layout, stored.layout) else topology.rank_of
-        decision = Decision(stored.snapshot, files.places(topology), layout=stored.layout, ranks=ranks)
+        files = fetch.files
+        decision = files.decision(self._context.topology)
         mine = slots_read_by(self._context, decision)
         try:
             gather_all(self._context.group, lambda: all([files.get(shard) for shard in mine]), bool)
         except StorageError as error:
-            pass_over(self._context.events, stored.snapshot, error)
+            pass_over(self._context.events, files.stored.snapshot, error)
             return None
         return SearchResult(decision, files.shard, is_verified=False, fetch=fetch, usage={"storage": total_of([])})
 

@@ -100,7 +100,7 @@ class SelectedShards:
         for shard, at in self._found.decision.sources.items():
             if self._readers[shard] == rank:
                 source = open_shard(at)
-                described.append(SlotContents.of(at, rank, source.image, source.objects_used, source.capacity))
+                described.append(SlotContents.of(at, rank, source.image, source.objects_used))
         return encode_contents(described)
 
     def join(self, described: Sequence[bytes]) -> None:
@@ -114,15 +114,6 @@ class SelectedShards:
     def own(self) -> SlotContents | None:
         """The slot of the shard that this rank continues; None in another layout."""
         return self._contents[self._context.topology.me.shard] if self._ranks else None
-
-    def capacities(self) -> list[int] | None:
-        """The weights of the ranks' shares in bytes, by rank of this job; None if shares are equal.
-
-        They are the snapshot's weights, so that ``assign`` cuts replica sets as in the existing arenas, or measured
-        ones if its shares were equal. None in another layout, where no rank continues a shard.
-        """
-        known = [capacity for shard in self._ranks if (capacity := self._contents[shard].capacity) is not None]
-        return known if len(known) == len(self._context.topology.members) and any(known) else None
 
     def plan(self, pieces: Sequence[Piece], padded: frozenset[str]) -> LoadPlan:
         """This rank's plan to fill ``pieces``; ``padded``: keys of vocabularies.

@@ -36,8 +36,7 @@ Placed = tuple[tuple[Fragment, int], ...]
 class SlotContents:
     """A selected slot: its place, the rank that reads it for others, and the contents that all ranks must know.
 
-    ``objects``: the offset of its encoded objects, and their bytes. ``capacity``: the weight of the shard's share in
-    bytes, or the value measured since; None if neither is known. ``private``: the fragments private to the shard,
+    ``objects``: the offset of its encoded objects, and their bytes. ``private``: the fragments private to the shard,
     under the keys of the model; ``table`` (see ``encode_table``) has all others.
     """
 
@@ -45,15 +44,12 @@ class SlotContents:
     reader: int
     shard: str
     objects: tuple[int, int]
-    capacity: int | None
     padded: tuple[str, ...]
     private: Placed
     table: bytes
 
     @classmethod
-    def of(
-        cls, at: SlotAt, reader: int, image: SlotImage, objects_used: int, capacity: int | None = None
-    ) -> SlotContents:
+    def of(cls, at: SlotAt, reader: int, image: SlotImage, objects_used: int) -> SlotContents:
         """The contents by the slot's image and the number of bytes of its objects."""
         manifest = image.manifest
         suffix = private_key("", manifest.shard)
@@ -66,7 +62,7 @@ class SlotContents:
         shared = [(fragment, offset) for fragment, offset in placed if not fragment.key.endswith(suffix)]
         table = encode_table([fragment for fragment, _ in shared], [offset for _, offset in shared])
         objects = (image.objects.begin, objects_used)
-        return cls(at, reader, manifest.shard, objects, capacity, manifest.padded, private, table)
+        return cls(at, reader, manifest.shard, objects, manifest.padded, private, table)
 
     @property
     def copies(self) -> Placed:
@@ -91,7 +87,7 @@ def encode_contents(slots: Sequence[SlotContents]) -> bytes:
     Tables are not in the text: they are most of the message, and compressed.
     """
     heads = [
-        [s.shard, s.objects, s.capacity, s.padded, [[f.to_json(), offset] for f, offset in s.private], len(s.table)]
+        [s.shard, s.objects, s.padded, [[f.to_json(), offset] for f, offset in s.private], len(s.table)]
         for s in slots
     ]
     text = json.dumps(heads, separators=(",", ":")).encode()
@@ -102,11 +98,11 @@ def decode_contents(data: bytes, sources: Mapping[str, SlotAt], readers: Mapping
     """Inverse of ``encode_contents``; all ranks already know the places and readers of the slots."""
     position = 8 + int.from_bytes(data[:8], "little")
     slots = []
-    for shard, (begin, used), capacity, padded, private, length in json.loads(data[8:position]):
+    for shard, (begin, used), padded, private, length in json.loads(data[8:position]):
         placed = tuple((Fragment.from_json(fragment), int(offset)) for fragment, offset in private)
         table, position = data[position : position + length], position + length
         at, objects = sources[shard], (begin, used)
-        slots.append(SlotContents(at, readers[shard], shard, objects, capacity, tuple(padded), placed, table))
+        slots.append(SlotContents(at, readers[shard], shard, objects, tuple(padded), placed, table))
     return slots
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from ftckpt.errors import LostError, StorageError
@@ -114,13 +114,14 @@ class StorageView(NamedTuple):
     length: int
 
 
-class _StorageContents(NamedTuple):
+@dataclass
+class _StorageContents:
     """The contents that rank 0 has read: names and manifests of the newest snapshots in the past of the head, name
     and manifest of the requested one (``named``), and fields as in ``StorageCatalog``."""
 
-    manifests: list[tuple[str, str]]
     lineage: Lineage = UNKNOWN
-    abandoned: tuple[str, ...] = ()
+    manifests: list[tuple[str, str]] = field(default_factory=list)
+    abandoned: list[str] = field(default_factory=list)
     named: tuple[str, str] = ("", "")
     problem: str = ""
     is_away: bool = False
@@ -178,7 +179,7 @@ class CatalogSurvey:
         return StorageCatalog(
             self._storage, snapshots, found.problem, found.is_away, self._reader if leads else "",
             lineage=newest([found.lineage, *(one.lineage for one in snapshots)]),
-            named=self._decoded(*found.named) if found.named[0] else None, abandoned=found.abandoned,
+            named=self._decoded(*found.named) if found.named[0] else None, abandoned=tuple(found.abandoned),
         )  # fmt: skip
 
     def _decoded(self, name: str, manifest: str) -> StoredSnapshot:
@@ -212,11 +213,10 @@ def _hold(storage: Storage, reader: str, events: Events) -> None:
 
 def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> _StorageContents:
     """The newest manifests in the past of the head, and as many from before ``request.before``."""
-    found = _StorageContents([])
+    found = _StorageContents()
     try:
         void = ask(lambda: retention.voided(storage))
-        head = newest([head, ask(lambda: commit.claimed_lineage(storage))])
-        found = found._replace(lineage=head)
+        found.lineage = head = newest([head, ask(lambda: commit.claimed_lineage(storage))])
         wanted = [_NEWEST, _NEWEST if request.before else 0]  # of all iterations, of those before ``request.before``
         for name in ask(lambda: commit.checkpoints(storage)):
             is_older, is_named = name.iteration < request.before, str(name) == request.name
@@ -228,15 +228,15 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
                 if not error.lasting:
                     raise
                 events.emit("storage_damaged", iteration=name.iteration, error=str(error))
-                found = found._replace(problem=found.problem or str(error))
+                found.problem = found.problem or str(error)
             else:
                 if stored.snapshot in void:
                     continue
                 manifest = str(name), stored.encode().decode()
                 if is_named:
-                    found = found._replace(named=manifest)
+                    found.named = manifest
                 if not is_past(stored.lineage, name.iteration, head):
-                    found = found._replace(abandoned=(*found.abandoned, str(name)))
+                    found.abandoned.append(str(name))
                     continue
                 found.manifests.append(manifest)
                 if is_doubtful(stored.lineage, name.iteration, head):
@@ -244,7 +244,7 @@ def _read(storage: Storage, events: Events, request: Request, head: Lineage) -> 
             wanted = [wanted[0] - 1, wanted[1] - is_older]
     except StorageError as error:
         events.emit("storage_fails", error=str(error))
-        found = found._replace(problem=str(error), is_away=not error.lasting)
+        found.problem, found.is_away = str(error), not error.lasting
     return found
 
 

@@ -6,19 +6,16 @@ Fetched shards are ordinary slots of arenas, on any layout.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from ftckpt.errors import ArenaError, CorruptError, DamagedError, StorageError
+from ftckpt.errors import CorruptError, DamagedError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import gather_all
-from ftckpt.memory.arena import Arena
-from ftckpt.memory.corruption import Corruption
-from ftckpt.memory.destinations import LoadTarget, scratch
+from ftckpt.memory.destinations import LoadTarget, TargetPart, scratch
 from ftckpt.memory.directory import arena_path
 from ftckpt.memory.inventory import Inventory
 from ftckpt.memory.locations import SlotAt
@@ -31,13 +28,15 @@ from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.restore.chunk_reads import finish_together
 from ftckpt.restore.context import Counts, RestoreContext, total_of
-from ftckpt.restore.decide import worth_keeping
+from ftckpt.restore.decide import Decision, worth_keeping
 from ftckpt.restore.load import progress_of
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, ShardRepair
+from ftckpt.restore.redistribute import MESSAGE_BYTES
 from ftckpt.restore.room import Keep, open_slots
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from ftckpt.restore.storage_catalog import ask
 from ftckpt.restore.threads import in_order
+from ftckpt.restore.verify import slots_read_by
 
 READERS = 4
 """Chunks of a rank in flight: storage has a high latency and a high bandwidth."""
@@ -55,15 +54,21 @@ class ShardFiles:
         self._open: dict[str, ShardFile] = {}
 
     def shard(self, at: SlotAt) -> ShardFile:
-        """The file of the shard that a placeholder stands for, see ``places``; raises as ``get``."""
+        """The file of the shard that a placeholder stands for, see ``decision``; raises as ``get``."""
         return self.get(at.arena)
 
-    def places(self, topology: Topology) -> dict[str, SlotAt]:
-        """Placeholder slots for the shards, each on the node of the rank that opens it."""
-        nodes, shards = [member.node for member in topology.members], self.stored.shards
-        if not layouts_differ(topology.layout, self.stored.layout):
-            return {member.shard: SlotAt(member.node, member.shard, NEW_SLOT) for member in topology.members}
-        return {shard: SlotAt(nodes[n % len(nodes)], shard, NEW_SLOT) for n, shard in enumerate(sorted(shards))}
+    def decision(self, topology: Topology) -> Decision:
+        """The decision to restore all shards from here: placeholder slots, each on the node of the rank that opens
+        it."""
+        stored, nodes = self.stored, [member.node for member in topology.members]
+        if not layouts_differ(topology.layout, stored.layout):
+            places = {member.shard: member.node for member in topology.members}
+            ranks = topology.rank_of
+        else:
+            places = {shard: nodes[number % len(nodes)] for number, shard in enumerate(sorted(stored.shards))}
+            ranks = {}
+        sources = {shard: SlotAt(node, shard, NEW_SLOT) for shard, node in places.items()}
+        return Decision(stored.snapshot, sources, layout=stored.layout, ranks=ranks)
 
     def get(self, shard: str) -> ShardFile:
         """The file of a shard; raises StorageError if it is missing or not as expected."""
@@ -104,17 +109,17 @@ class ShardFetch:
     """The fetch of the shards of one snapshot that memory lacks, from storage to slots; ``run`` once, collectively.
 
     Args:
-        inventory: the inventory of all nodes; ``bad``: its slots that failed verification, with their corruption.
+        inventory: the inventory of all nodes; ``bad``: its slots that failed verification.
         slots: the number of slots of an arena that must be created.
     """
 
     def __init__(
-        self, context: RestoreContext, files: ShardFiles, inventory: Inventory, bad: Mapping[SlotAt, Corruption],
+        self, context: RestoreContext, files: ShardFiles, inventory: Inventory, bad: Collection[SlotAt],
         slots: int,
     ) -> None:  # fmt: skip
         self._context = context
-        self._inventory, self._bad, self._slots = inventory, bad, slots
-        self._missing = sorted(files.stored.shards.keys() - inventory.good_shards(files.stored.snapshot, bad))
+        self._inventory, self._slots = inventory, slots
+        self._missing = set(files.stored.shards.keys() - inventory.good_shards(files.stored.snapshot, bad))
         self.files = files
 
     @property
@@ -131,10 +136,13 @@ class ShardFetch:
         """
         context, snapshot, begin = self._context, self.files.stored.snapshot, time.perf_counter()
         keep = worth_keeping(self._inventory, context.topology, snapshot)
+        mine = slots_read_by(context, self.files.decision(context.topology))
         builds: dict[str, ShardReconstruction] = {}
 
         def make() -> Mapping[str, ShardReconstruction]:
-            builds.update({shard: self._build(self.files.get(shard), keep) for shard in self._mine()})
+            builds.update(
+                {shard: self._build(self.files.get(shard), keep) for shard in mine if shard in self._missing}
+            )
             return builds
 
         with ExitStack() as undo:
@@ -154,9 +162,14 @@ class ShardFetch:
         build, chunk = job
         file = self.files.get(build.fix.shard)
         span = file.image.chunks[chunk]
-        memory = scratch(span.nbytes, "staging")
-        file.scatter(chunk, [LoadTarget(span.begin, memory)])
-        build.put(chunk, 0, np.frombuffer(memory, np.uint8))
+
+        def parts() -> Iterator[TargetPart]:
+            for piece in span.cut(MESSAGE_BYTES):
+                memory = scratch(piece.nbytes, "staging")
+                yield TargetPart(piece, [LoadTarget(piece.begin, memory)])
+                build.put(chunk, piece.begin - span.begin, np.frombuffer(memory, np.uint8))
+
+        file.scatter(chunk, parts)
         if not build.check(chunk):
             raise CorruptError(
                 f"{build.fix.shard}: chunk {chunk} is correct on storage, and corrupt in memory after the copy: "
@@ -168,14 +181,6 @@ class ShardFetch:
         what = f"rank {self._context.group.rank} {reads(self.files.stored.snapshot)}"
         return progress_of(what, sum(build.length(chunk) for build, chunk in chunks))
 
-    def _mine(self) -> Iterator[str]:
-        """The shards that this rank fetches: the one that it continues or, in another layout, its share of all."""
-        topology = self._context.topology
-        same, ranks = not layouts_differ(topology.layout, self.files.stored.layout), topology.rank_of
-        for number, shard in enumerate(self._missing):
-            if (ranks[shard] if same else number % len(ranks)) == self._context.group.rank:
-                yield shard
-
     def _package(self, file: ShardFile) -> Package:
         """The package of a slot: everything but the optimizer-updated chunks."""
         image = file.image
@@ -184,28 +189,11 @@ class ShardFetch:
         return Package(image.manifest, self.files.stored.snapshot, 1, hashes, objects, b"".join(volatile))
 
     def _build(self, file: ShardFile, keep: Keep) -> ShardReconstruction:
-        """The reconstruction of a shard: only its bad parts in place, if it has such a slot, or all in a new slot."""
+        """The reconstruction of a shard in a new slot."""
         image, node_dir, package = file.image, self._context.arenas.node_dir, self._package(file)
-        name = arena_path(node_dir, image.manifest).name
-        new = SlotAt(self._context.topology.me.node, name, NEW_SLOT)
+        new = SlotAt(self._context.topology.me.node, arena_path(node_dir, image.manifest).name, NEW_SLOT)
         fix = ShardRepair(package.shard, new, tuple(range(image.num_stepped_chunks)))
-        for at, damage in self._bad.items():
-            if (at.node, at.arena) == (fix.at.node, name) and self._is_of_file(at, damage, file):
-                chunks = tuple(chunk for chunk in damage.chunks if chunk < image.num_stepped_chunks)
-                fix = replace(fix, at=at, chunks=chunks, parts=damage.parts)
         return ShardReconstruction(node_dir, fix, package, self._slots, keep)
-
-    def _is_of_file(self, at: SlotAt, damage: Corruption, file: ShardFile) -> bool:
-        """Whether a slot has the content of the file, apart from its corruption."""
-        if damage.useless:
-            return False
-        try:
-            with closing(Arena.open(self._context.arenas.node_dir / at.arena)) as arena:
-                hashes, snapshot = arena.hashes(at.slot), arena.control.record(at.slot).snapshot
-        except ArenaError:
-            return False
-        same = hashes is not None and np.array_equal(hashes, file.entry.chunk_hashes)
-        return same and snapshot == self.files.stored.snapshot
 
 
 def reads(snapshot: SnapshotId) -> str:
@@ -220,11 +208,9 @@ def report_fetched(events: Events, snapshot: SnapshotId, num_shards: int, usage:
 
 def _seal(builds: Mapping[str, ShardReconstruction], usage: Counts) -> Counts:
     for shard, build in builds.items():
-        if (damage := build.finish()) and not build.fix.in_place:
+        if damage := build.finish():
             raise CorruptError(
                 f"{shard}: {', '.join(damage.names[:3])} is correct on storage, and corrupt in memory after the "
                 "copy: check this node's memory, and start again"
             )
-        if damage:
-            raise StorageError(f"{shard}: {', '.join(damage.names[:3])} is still corrupt", lasting=True)
     return usage

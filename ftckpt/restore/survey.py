@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ftckpt.errors import ConfigError, FtckptError
 from ftckpt.group import Group, gather_each
-from ftckpt.memory.arena import open_control
-from ftckpt.memory.control_block import ControlBlock
+from ftckpt.memory.control_block import ControlBlock, open_control
 from ftckpt.memory.directory import list_arenas
 from ftckpt.memory.inventory import Inventory
 from ftckpt.memory.lineage_file import read_lineage

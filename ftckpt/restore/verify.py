@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
 from ftckpt.errors import FtckptError
-from ftckpt.events import Events, Progress
+from ftckpt.events import Events
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.control_block import SlotState
 from ftckpt.memory.corruption import Corruption
+from ftckpt.memory.destinations import TargetPart
 from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.memory.package import load, package_path
 from ftckpt.memory.slot_file import SlotShard
@@ -23,6 +23,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.chunk_reads import OpenShard
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision, readers_of
+from ftckpt.restore.progress import Progress
 from ftckpt.restore.threads import in_order, threads_of
 
 
@@ -43,21 +44,11 @@ FETCHED = SlotAge(SlotState.SEALED.name.lower())
 """The age of a slot that was fetched from storage."""
 
 
-@dataclass(frozen=True)
-class BadSlot:
-    """A slot that failed verification, and its shard."""
+class SlotFindings(NamedTuple):
+    """Results of one rank's verification: the shards whose slots are bad, and the ages of all that it verified."""
 
-    at: SlotAt
-    shard: str
-    damage: Corruption
-
-
-@dataclass(frozen=True)
-class SlotFindings:
-    """Results of one rank's verification: bad slots, and the ages of all that it verified."""
-
-    bad: tuple[BadSlot, ...] = ()
-    ages: tuple[SlotAge, ...] = ()
+    bad: dict[str, Corruption]
+    ages: list[SlotAge]
 
 
 class SlotVerifier:
@@ -85,19 +76,19 @@ class SlotVerifier:
         mine = slots_read_by(self._context, decision)
         reports = codec.gather(group, self._verify_mine(decision.snapshot, mine), SlotFindings)
         # From gathered data, the same on all ranks: ``decide`` must give the same answer on each.
-        bad = {slot.at: slot for report in reports for slot in report.bad}
+        bad = {shard: damage for report in reports for shard, damage in report.bad.items()}
         # Slots of all ranks: the reader of a slot may change with the next decision.
-        self._good |= set(decision.sources.values()) - bad.keys()
-        for at, slot in bad.items():
-            self.bad_texts[at] = f"{slot.shard}: {', '.join(slot.damage.names[:3])}"
+        self._good |= {at for shard, at in decision.sources.items() if shard not in bad}
+        for shard, damage in bad.items():
+            self.bad_texts[decision.sources[shard]] = f"{shard}: {', '.join(damage.names[:3])}"
         if not bad:
             every, secs = chain.from_iterable(one.ages for one in reports), time.perf_counter() - begin
             known = {shard: self._ages.get(at, SlotAge("")) for shard, at in mine.items()}
             report_verified(self._context.events, decision.snapshot.iteration, secs, every, known)
-        return {at: slot.damage for at, slot in bad.items()}
+        return {decision.sources[shard]: damage for shard, damage in bad.items()}
 
     def _verify_mine(self, snapshot: SnapshotId, slots: Mapping[str, SlotAt]) -> SlotFindings:
-        bad = []
+        bad: dict[str, Corruption] = {}
         for shard, at in slots.items():
             if at in self._good:
                 continue
@@ -107,9 +98,9 @@ class SlotVerifier:
             except FtckptError as error:
                 damage = Corruption(reason=str(error))
             if damage:
-                bad.append(BadSlot(at, shard, damage))
+                bad[shard] = damage
                 self._context.events.emit("arena_problem", shard=shard, problems=damage.names)
-        return SlotFindings(tuple(bad), tuple(self._ages[at] for at in slots.values() if at in self._ages))
+        return SlotFindings(bad, [self._ages[at] for at in slots.values() if at in self._ages])
 
     def _verify_slot(self, snapshot: SnapshotId, shard: str, at: SlotAt) -> Corruption:
         """The corruption of a slot; chunks without checksums are hashed, too: the gap that ``checked`` events
@@ -120,8 +111,9 @@ class SlotVerifier:
             # A failed reconstruction may have taken the slot since.
             return Corruption(reason="record")
         progress, bad = Progress(f"rank {self._context.group.rank} verifies {shard}"), []
-        expected, chunks = expected_hashes(arena, at.slot), range(len(arena.image.chunks))
-        for chunk, value in enumerate(in_order(self._context.arenas.file(at).take, chunks, self._threads)):
+        expected, file = expected_hashes(arena, at.slot), self._context.arenas.file(at)
+        chunks = ([TargetPart(span, ())] for span in arena.image.chunks)
+        for chunk, value in enumerate(in_order(file.take, chunks, self._threads)):
             if value != expected.get(chunk, value):
                 bad.append(chunk)
             progress(arena.image.chunks[chunk].end, arena.image.file_bytes)

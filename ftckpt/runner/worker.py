@@ -67,11 +67,14 @@ class _Frameworks:
     def _megatron(self, _: ModuleType | None = None) -> None:
         # Megatron-DeepSpeed contains a part of megatron.core.
         if self._settings and importlib.util.find_spec("megatron.core.optimizer") is not None:
-            from ftckpt.megatron import callbacks, hooks
+            from ftckpt.frameworks.rendezvous import isolate
+            from ftckpt.megatron import hooks, train_loop
 
-            callbacks.switch_on(Config.from_flags(())[0])
+            ftckpt.megatron.configure(config := Config.from_flags(())[0])
+            if config.enabled:
+                isolate()
             hooks.install()
-            self._closers.append(callbacks.close)
+            self._closers.append(train_loop.close)
 
     def _train_loop(self, _: ModuleType | None = None) -> None:
         from ftckpt.megatron.job import door

@@ -46,7 +46,6 @@ class IntervalControl:
         if self._is_auto and self._budget and speaks:
             self._auto = AutoInterval(self._budget, _MOST_STRETCH, self._meter, tell)
         self._fences: deque[float] = deque(maxlen=_FENCES)
-        self._has_replanned = False
         self.stretch = 1
         """The factor on the interval that this rank requests to stay within the budget."""
         self._cost = -1.0 if self._is_auto else 0.0
@@ -72,36 +71,24 @@ class IntervalControl:
                 self._auto.judge()
             self._follow(self._auto)
 
-    def add_fence(self, share: float, can_replan: bool) -> float | None:
+    def add_fence(self, share: float) -> None:
         """Add the wait in a snapshot's fence, a ``share`` of its iteration.
 
-        Returns the median share if the windows are to be measured again, and None otherwise. If that has not helped,
-        a longer interval is requested. With ``interval`` auto the interval depends on the total cost alone.
+        With ``interval`` auto the interval depends on the total cost alone.
         """
         self._fences.append(share)
-        if not self._budget or len(self._fences) < _FENCES:
-            return None
+        if self._is_auto or not self._budget or len(self._fences) < _FENCES:
+            return
         median = statistics.median(self._fences)
         # An n times longer interval has one n-th of the cost.
         needed = shortest_interval(median, self._budget, _MOST_STRETCH)
-        if needed > self.stretch and can_replan and not self._has_replanned:
-            self._has_replanned = True
-            self._fences.clear()
-            return median
         # Hysteresis: shorter only if half would do. An interval that followed every median would oscillate.
-        if not self._is_auto and (needed > self.stretch or 2 * needed <= self.stretch):
-            self._set(needed, median)
-        return None
+        if needed > self.stretch or 2 * needed <= self.stretch:
+            self.stretch, self._cost = needed, median
+            self._fences.clear()
 
     def _follow(self, auto: AutoInterval) -> None:
-        stretch, cost = auto.request
-        if stretch != self.stretch:
-            self._set(stretch, cost)
-        self._cost = cost
-
-    def _set(self, stretch: int, cost: float) -> None:
-        self.stretch, self._cost, self._has_replanned = stretch, cost, False
-        self._fences.clear()
+        self.stretch, self._cost = auto.request
 
 
 class AutoInterval:

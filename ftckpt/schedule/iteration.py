@@ -25,8 +25,6 @@ import numpy as np
 
 COMPUTE = frozenset({"forward", "backward"})
 IDLE = frozenset({"start", "window", "tail"})
-SCHEDULED = frozenset({"window", "forward", "backward", "tail"})
-"""Kinds that a model of the schedule covers; the lengths of the others are unknown to it."""
 
 
 @dataclass(frozen=True)
@@ -134,29 +132,19 @@ class Profile:
         self._kinds: tuple[str, ...] = ()
         self._lengths: deque[np.ndarray[Any, np.dtype[np.float64]]] = deque(maxlen=_MEDIAN_OF)
         self._fresh = True
-        self._first: Iteration | None = None
-        self._model: tuple[tuple[str, ...], tuple[float, ...]] | None = None
         self._medians: IterationForecast | None = None
         self._behind = 0  # iterations since the medians were computed
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """Give a model of the schedule: kinds and relative lengths of its spans; used until they are measured."""
-        self._model = (tuple(kinds), tuple(lengths))
 
     def add(self, iteration: Iteration) -> None:
         if iteration.kinds != self._kinds:
             self._kinds, self._fresh = iteration.kinds, True
-            self._clear()
+            self._lengths.clear()
+            self._medians, self._behind = None, 0
         if self._fresh:
-            self._fresh, self._first = False, iteration
+            self._fresh = False
             return
         self._lengths.append(np.array(iteration.lengths))
         self._behind += 1
-
-    def forget(self) -> None:
-        """Discard all measurements."""
-        self._kinds, self._first = (), None
-        self._clear()
 
     @property
     def measured(self) -> bool:
@@ -165,30 +153,12 @@ class Profile:
 
     @property
     def timeline(self) -> IterationForecast | None:
-        """The forecast: medians once measured, before that the model scaled to the first iteration, else None."""
-        if self.measured:
-            if self._medians is None or self._behind >= _REFRESHED:
-                # Not np.median: its overhead would double training's wait.
-                rows, middle = np.sort(np.array(self._lengths), axis=0), len(self._lengths) // 2
-                medians = (rows[middle] + rows[~middle]) / 2
-                self._medians, self._behind = IterationForecast(self._kinds, tuple(medians.tolist())), 0
-            return self._medians
-        if self._first is not None and self._model is not None:
-            return _scaled(self._first, *self._model)
-        return None
-
-    def _clear(self) -> None:
-        self._lengths.clear()
-        self._medians, self._behind = None, 0
-
-
-def _scaled(first: Iteration, kinds: Sequence[str], lengths: Sequence[float]) -> IterationForecast | None:
-    """The model's spans at the speed of ``first``; None if the model is that of another schedule."""
-    places = [index for index, kind in enumerate(first.kinds) if kind in SCHEDULED]
-    if tuple(first.kinds[index] for index in places) != tuple(kinds):
-        return None
-    unit = first.secs_of(SCHEDULED) / max(sum(lengths), 1e-9)
-    secs = list(first.lengths)
-    for index, length in zip(places, lengths, strict=True):
-        secs[index] = length * unit
-    return IterationForecast(first.kinds, tuple(secs))
+        """The forecast: medians of the last iterations; None until measured."""
+        if not self.measured:
+            return None
+        if self._medians is None or self._behind >= _REFRESHED:
+            # Not np.median: its overhead would double training's wait.
+            rows, middle = np.sort(np.array(self._lengths), axis=0), len(self._lengths) // 2
+            medians = (rows[middle] + rows[~middle]) / 2
+            self._medians, self._behind = IterationForecast(self._kinds, tuple(medians.tolist())), 0
+        return self._medians

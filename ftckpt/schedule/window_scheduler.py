@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ _PENDING = 4 + _TOGETHER
 """Maximum of iterations that wait for a batch, or for the device to finish them."""
 
 _PLACES = 256
-"""Spans of an iteration for which moments are allocated before the schedule is known."""
+"""Spans of an iteration for which moments are allocated before the first one."""
 
 
 class Copies(Protocol):
@@ -106,8 +106,6 @@ class WindowScheduler:
         # On overflow the oldest is dropped: it is too old to matter by the time the device finishes it.
         self._pending: deque[IterationMarks] = deque(maxlen=_PENDING)
         self._rates: deque[float] = deque(maxlen=_RATES)
-        self.capacity_bytes = 0
-        """Bytes that can be copied in the windows of one iteration; 0 until measured."""
         self._places = 0
         self._provide(_PLACES)
 
@@ -115,11 +113,6 @@ class WindowScheduler:
     def windows(self) -> Windows:
         """The source of turns to copy chunks."""
         return self._bubbles or Always()
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """Give a model of the schedule, see ``Profile.expect``."""
-        self._provide(len(kinds))
-        self._profile.expect(kinds, lengths)
 
     def enter(self, kind: str) -> None:
         """Enter a span of ``kind``; ignored between the fence and the next boundary."""
@@ -149,6 +142,7 @@ class WindowScheduler:
         snapshot that is being protected (-1: none)."""
         self._resume()
         last, end = self._current, self.clock.mark()
+        self._provide(len(last.marks))  # more than in any iteration so far: for those that follow
         if last.finish(end):
             self._pending.append(last)
         began = [("boundary", end)]
@@ -161,8 +155,6 @@ class WindowScheduler:
         base = self._current.marks[0][1]  # the common time base of copies and spans
         if self._bubbles is not None:
             self._plan = self._planned(unit_bytes)
-            if self._plan is not None and self._profile.measured:
-                self.capacity_bytes = self._plan.window_bytes
             self._bubbles.begin(total_bytes, self._plan)
         return base
 
@@ -194,7 +186,7 @@ class WindowScheduler:
             copied = sum(nbytes for _, _, nbytes in iteration.copies)
             # Excludes waits for turns: the rate of the hardware.
             self._rates.append(copied / max(spent, 1e-9))
-            self._watch_fence(iteration)
+            self.intervals.add_fence(iteration.stall_secs / max(iteration.secs, 1e-9))
             self._report(iteration, passed)
 
     def close(self) -> None:
@@ -255,13 +247,6 @@ class WindowScheduler:
         plan = WindowPlan.of(timeline, rate, unit_bytes)
         self._events.emit(
             "planned", window_capacity_bytes=plan.window_bytes, bytes_per_sec=rate, moved_share=moved,
-            measured=self._profile.measured, places=len(timeline.kinds), iteration_secs=sum(timeline.secs),
+            places=len(timeline.kinds), iteration_secs=sum(timeline.secs),
         )  # fmt: skip
         return plan
-
-    def _watch_fence(self, iteration: Iteration) -> None:
-        """Measure the windows again if the fence costs too much."""
-        share = self.intervals.add_fence(iteration.stall_secs / max(iteration.secs, 1e-9), self._bubbles is not None)
-        if share is not None:
-            self._profile.forget()
-            self._events.emit("replanned", fence_share=share, overhead_budget=self._config.overhead_budget)

@@ -15,21 +15,20 @@ from ftckpt.errors import ConfigError, StalledError
 from ftckpt.events import Events
 from ftckpt.group import Group, together
 from ftckpt.memory import end_notes
+from ftckpt.memory.atomic_files import read_link, remove_unfinished, replace_link
 from ftckpt.memory.directory import (
+    INTERVAL_NAME,
     PULSE_NAME,
-    WORD_NAME,
-    leave_word,
+    TOKEN_NAME,
     list_arenas,
     node_directory,
-    read_word,
     refuse_renamed,
-    remove_half_made,
     remove_stale,
     wait_for_writer,
+    write_token,
 )
 from ftckpt.memory.end_notes import ExitNote
 from ftckpt.memory.heartbeat import Heartbeat
-from ftckpt.memory.interval_file import read_interval, write_interval
 from ftckpt.memory.launch_record import MOST_STARTS, LauncherRun
 from ftckpt.memory.locks import JOB_LOCK_NAME, JobLock, holder_of
 from ftckpt.model.topology import Topology
@@ -66,7 +65,7 @@ class NodeJoin:
         self._events = events
         self._leads = topology.is_node_leader
         self._job_lock: JobLock | None = None
-        self._word = ""  # the token that this rank has written as its node's leader
+        self._token = ""  # the token that this rank has written as its node's leader
 
     @property
     def is_held(self) -> bool:
@@ -79,7 +78,7 @@ class NodeJoin:
         Raises:
             ArenaError: the directory cannot be used, or a live process has locked the job or one of its arenas.
         """
-        self._word = together(self._group, self._enter)
+        self._token = together(self._group, self._enter)
 
     def release(self) -> None:
         """Release the lock."""
@@ -104,15 +103,15 @@ class NodeJoin:
         for path in list_arenas(self.path):
             wait_for_writer(path, deadline_secs)
             # The writer may have died during an allocation: slots without their final name, which no ledger counts.
-            remove_half_made(path, "slot*")
+            remove_unfinished(path, "slot*")
         remove_stale(self.path)
-        return leave_word(self.path)
+        return write_token(self.path)
 
     def look(self) -> NodeReport:
         """Report on this rank's node directory, after all ranks' ``enter``."""
         config = self._config
-        interval = read_interval(self.path, config.overhead_budget) if config.interval == "auto" else 0
-        return NodeReport(self._word, read_word(self.path), whereabouts(os.environ), interval)
+        interval = _read_interval(self.path, config.overhead_budget) if config.interval == "auto" else 0
+        return NodeReport(self._token, read_link(self.path / TOKEN_NAME), whereabouts(os.environ), interval)
 
     def keep_interval(self, interval: int) -> None:
         """Store the interval for the next attempt."""
@@ -126,7 +125,7 @@ class NodeJoin:
             ConfigError: ranks with the same node name see different directories; on all ranks together.
         """
         if self._leads:
-            (self.path / WORD_NAME).unlink(missing_ok=True)  # all have read it
+            (self.path / TOKEN_NAME).unlink(missing_ok=True)  # all have read it
         for rank, mine in enumerate(seen):
             node = self._topology.members[rank].node
             first = self._topology.ranks_on(node)[0]
@@ -222,6 +221,20 @@ class AttemptRecord:
                 end_notes.tell_silent(self._node_dir)  # for ranks that died without an SMP to note it
                 told = end_notes.read(self._node_dir)
         return AttemptReport(starts, tuple(told[:_MOST_ENDS]))
+
+
+def write_interval(node_dir: Path, interval: int, budget: float) -> None:
+    """Store the interval that keeps ``budget``. If that fails, the next attempt measures again."""
+    with suppress(OSError):
+        replace_link(node_dir / INTERVAL_NAME, f"{interval} at {budget!r}")
+
+
+def _read_interval(node_dir: Path, budget: float) -> int:
+    """The node's interval for this ``budget``; 0 if there is none."""
+    interval, _, measured_for = read_link(node_dir / INTERVAL_NAME).partition(" at ")
+    with suppress(ValueError):
+        return int(interval) if float(measured_for) == budget else 0
+    return 0
 
 
 def _reached(node_dir: Path) -> int:

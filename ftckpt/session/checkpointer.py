@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from operator import index
@@ -142,12 +141,6 @@ class Checkpointer:
             if not self.off:
                 self.snapshots.scheduler.pause()
 
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        """Give a model of the schedule: the ``kinds`` of its spans from its start to the fence, and their relative
-        lengths. Copies follow it until the spans have been measured."""
-        if self.snapshots is not None:
-            self.snapshots.scheduler.expect(kinds, lengths)
-
     def restore(
         self, newer_than: int = -1, rollback: bool = False, lasting: bool = True, *, may_load: bool = False,
         in_training: bool = False,
@@ -191,9 +184,9 @@ class Checkpointer:
 
     def _restore(self, loaded: LoadedCheckpoint) -> int | None:
         begin, rank = time.perf_counter(), self.rank
-        described, near, scheduler, kept = meet(rank)
+        described, scheduler, kept = meet(rank)
         self.events.end_part("meet")
-        shard = Shard(rank, described, scheduler, near)
+        shard = Shard(rank, described, scheduler)
         snapshots = self.snapshots = SnapshotDriver(rank, shard, scheduler, kept)
         now = load(rank, shard, loaded)
         freed = free_pinned()

@@ -79,20 +79,22 @@ class FlushScheduler:
     timeout_secs: float = 0.0
     tunes: bool = False
     mtbf_secs: float = math.inf
-    current: SnapshotId | None = None
-    persisted: SnapshotId | None = None
+    current: SnapshotId | None = field(default=None, init=False)
+    persisted: SnapshotId | None = field(default=None, init=False)
     """The newest snapshot that this attempt persisted."""
-    waits: bool = False
+    waits: bool = field(default=False, init=False)
     """Whether a snapshot is due but some node is not ready; from results alone, so the same on all ranks."""
     due: int = field(init=False)
-    chosen_secs: float = 0.0
-    rests_until_secs: float = 0.0
-    requested: int = 0
+    chosen_secs: float = field(default=0.0, init=False)
+    rests_until_secs: float = field(default=0.0, init=False)
+    requested: int = field(default=0, init=False)
     """Iterations between flushes that this rank requests, by its measurements; 0: none yet."""
-    _last: int | None = None  # the iteration of the last flush, unless it failed
-    _judges: bool = False  # recompute the request, once per flush: its inputs change slightly with every iteration
-    _cost_secs: float | None = None  # training time that a flush costs, as measured by this rank
-    _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED))
+    _last: int | None = field(default=None, init=False)  # the iteration of the last flush, unless it failed
+    # Recompute the request, once per flush: its inputs change slightly with every iteration.
+    _judges: bool = field(default=False, init=False)
+    # Training time that a flush costs, as measured by this rank.
+    _cost_secs: float | None = field(default=None, init=False)
+    _took_secs: deque[float] = field(default_factory=lambda: deque(maxlen=_JUDGED), init=False)
 
     def __post_init__(self) -> None:
         self.due = _FIRST if self.tunes else self.interval

@@ -30,11 +30,12 @@ from ftckpt.persist.commit import claim
 from ftckpt.persist.paths import Place
 from ftckpt.session.addresses import LOOPBACK, listening_address
 from ftckpt.smp.channel import MIN_SECRET_BYTES
-from ftckpt.smp.client import SmpClient, Watch, find_or_start
+from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.footprint import store_description
 from ftckpt.smp.link import NetworkLimit, network_limit
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import guard_digest
+from ftckpt.smp.watch import Watch
 
 T = TypeVar("T")
 

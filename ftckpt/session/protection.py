@@ -19,7 +19,7 @@ from ftckpt.memory.arena import Arena
 from ftckpt.memory.checks import CheckState
 from ftckpt.memory.heartbeat import FlushState, Heartbeat
 from ftckpt.memory.image import SlotImage
-from ftckpt.memory.ledger import PATIENCE_SECS, Ledger, for_protection, refusal, require_limit
+from ftckpt.memory.ledger import PATIENCE_SECS, MemoryNeeds, protection_needs, refusal, require_limit
 from ftckpt.memory.parity_file import parity_bytes, parity_path
 from ftckpt.model import codec
 from ftckpt.model.flush_interval import mtbf_secs
@@ -113,14 +113,14 @@ class Arrangement:
                 shards.setdefault(home, {})[shard] = most_bytes[shard]
         return shards
 
-    def account(self, node: str, node_dir: Path, need_bytes: int, num_slots: int) -> Ledger:
-        """The ledger of ``node`` for parity files and packages of ``need_bytes`` in all.
+    def account(self, node: str, node_dir: Path, need_bytes: int, num_slots: int) -> MemoryNeeds:
+        """The needs of ``node`` for parity files and packages of ``need_bytes`` in all.
 
         Only existing parity files of these groups, in these arenas, are overwritten.
         """
         arenas = {holding.arena: holding.slot_bytes for holding in self.holdings if holding.node == node}
         members = [(group.mode, member) for group in self.groups for member in group.members if member.node == node]
-        return for_protection(
+        return protection_needs(
             node_dir,
             need_bytes,
             arenas=arenas,
@@ -165,7 +165,7 @@ class Protection:
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(rack for rack, _ in places))
         self._arena: Arena | None = None
-        self._pulse: Heartbeat | None = None
+        self._pulse = Heartbeat.unshared("this rank has not joined yet")
         self._digest = 0
         self._held: Sequence[ArenaRemains] = ()  # by rank
 
@@ -183,8 +183,7 @@ class Protection:
     def smp_guards(self) -> bool:
         """Whether this node's SMP is alive and configured for this attempt."""
         # A restarted SMP, or one that has not received a new layout yet, protects other groups.
-        pulse = self._pulse
-        return pulse is not None and pulse.smp_alive(_SMP_SILENT_SECS) and pulse.smp_guards(self._digest)
+        return self._pulse.smp_alive(_SMP_SILENT_SECS) and self._pulse.smp_guards(self._digest)
 
     def survey(
         self, restored: SnapshotId | None, rebuilt: bool = False
@@ -262,7 +261,7 @@ class Protection:
         return True
 
     def _open_pulse(self, node_dir: Path) -> None:
-        if self._pulse is not None:
+        if self._pulse.problem is None:
             return  # a new layout of the same ranks keeps their places in the file
         local = self._topology.ranks_on(self._topology.me.node)
         self._pulse = Heartbeat.open(node_dir, local.index(self._topology.rank), self._topology.rank)
@@ -280,22 +279,19 @@ class Protection:
 
     def beat(self, iteration: int, phase: str) -> None:
         """Write a heartbeat for the SMP and ``ftckpt status``; takes microseconds."""
-        if self._pulse is not None:
-            self._pulse.beat(iteration, phase)
+        self._pulse.beat(iteration, phase)
 
     def report_copying(self, copying: bool) -> None:
         """Publish whether this rank copies now: the SMP then leaves CPU and memory bandwidth to it. Thread-safe."""
-        if self._pulse is not None:
-            self._pulse.tell_copying(copying)
+        self._pulse.tell_copying(copying)
 
     def publish_counts(self, counts: Sequence[int]) -> None:
         """Publish this rank's counters, for monitoring."""
-        if self._pulse is not None:
-            self._pulse.tell_counts(counts)
+        self._pulse.tell_counts(counts)
 
     def observe(self, target: SnapshotId | None) -> ProtectionStatus:
         """The state of the node's SMP, and of the target's protection."""
-        if self._pulse is None or self._arena is None:
+        if self._arena is None:
             return ProtectionStatus()
         try:
             slot = self._arena.find(target)
@@ -316,7 +312,7 @@ class Protection:
 
     def observe_flush(self, snapshot: SnapshotId | None) -> FlushStatus:
         """The state of the node's SMP, and of its flush of ``snapshot``."""
-        if self._pulse is None or self._arena is None or not self._config.persist:
+        if self._arena is None or not self._config.persist:
             return NO_FLUSH
         try:
             ready = self.smp_guards
@@ -334,8 +330,7 @@ class Protection:
     def close(self) -> None:
         """End this rank's part; the SMP keeps running."""
         self.smp.release()
-        if self._pulse is not None:
-            self._pulse.leave()
+        self._pulse.leave()
 
     def _first_modes(self, spans_nodes: bool) -> Modes:
         """Resolve the modes as far as possible before arenas exist, and check that there are enough slots."""
@@ -419,7 +414,7 @@ class Protection:
             reason = f"{fault[0]}: {limit}; {fault[1]} suffices"
             self._events.emit("protection_slow", secs=round(secs, 1), reason=reason)
 
-    def _require_room(self, account: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:
+    def _require_room(self, account: MemoryNeeds, coming_bytes: int, node_dir: Path, lacking: bool) -> None:
         need_bytes = account.later_bytes
         reason = refusal(node_dir, need_bytes, PATIENCE_SECS)
         if reason and not lacking:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ftckpt.config import Config
@@ -54,24 +54,24 @@ class ProtectionScheduler:
     timeout_secs: float = 0.0
     protected: SnapshotId | None = None
     target: SnapshotId | None = None
-    degraded: bool = False
-    """Whether a target was given up, or none could be chosen for long, and none has been protected since."""
-    given_up: SnapshotId | None = None
-    """The last target if it was given up; from results alone, so the same on all ranks."""
-    waits: bool = False
-    """Whether a snapshot could become the target but some node is not ready; the same on all ranks."""
-    due: int = 0
-    """The number of the first snapshot whose vote may choose the next target."""
     chosen_secs: float = 0.0
     """When the target was chosen."""
-    rests_until_secs: float = 0.0
-    wait_secs: float = 0.0
+    degraded: bool = field(default=False, init=False)
+    """Whether a target was given up, or none could be chosen for long, and none has been protected since."""
+    given_up: SnapshotId | None = field(default=None, init=False)
+    """The last target if it was given up; from results alone, so the same on all ranks."""
+    waits: bool = field(default=False, init=False)
+    """Whether a snapshot could become the target but some node is not ready; the same on all ranks."""
+    due: int = field(default=0, init=False)
+    """The number of the first snapshot whose vote may choose the next target."""
+    rests_until_secs: float = field(default=0.0, init=False)
+    wait_secs: float = field(default=0.0, init=False)
     """This rank's current timeout for its node's part."""
-    unable_since_secs: float | None = None
+    unable_since_secs: float | None = field(default=None, init=False)
     """Since when some node has been unable to protect a new target."""
-    behind_since_secs: float | None = None
+    behind_since_secs: float | None = field(default=None, init=False)
     """Since when a newer snapshot than the protected one has been the target or a candidate."""
-    delayed: bool = False
+    delayed: bool = field(default=False, init=False)
     """Whether protection is reported as delayed."""
 
     @classmethod

@@ -25,11 +25,6 @@ def save_command(config: Config) -> str:
     return f"ftckpt save {config.job} DIR{_arena(config)}, on every node at once"
 
 
-def clean_command(config: Config) -> str:
-    """The command that removes a job's memory, for messages."""
-    return f"'ftckpt clean {config.job}{_arena(config)}' on every node"
-
-
 def _arena(config: Config) -> str:
     return "" if config.arena == Config.arena else f" --arena {config.arena}"
 
@@ -73,7 +68,8 @@ class OpenJob:
         return (
             f"the script ended without close(){step}, after iteration {self.iteration}: snapshots of job "
             f"{self._config.job} stay in memory, {nbytes} on this node, and the next start resumes from them; "
-            f"call close() when training is done, or remove them with {clean_command(self._config)}"
+            f"call close() when training is done, or remove them with "
+            f"'ftckpt clean {self._config.job}{_arena(self._config)}' on every node"
         )
 
 

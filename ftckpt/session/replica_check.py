@@ -62,7 +62,8 @@ class ReplicaCheck:
         self._trust = ReplicaTrust(0, -1)
         self._trusted_before = -1  # ``trusted`` just before the last proof
         self._proved = 0  # the number of the snapshot with the last proof
-        self._alarm: int | None = None  # the number of the snapshot whose samples differ, until a proof
+        self.alarm: int | None = None
+        """The number of the snapshot whose samples differ, until a proof."""
         self._is_stale = False  # the copy plan is wrong, and a rank has not rebuilt its arena yet
         self._iterations: dict[int, int] = {}  # iterations by number, of snapshots whose result is unread
         self._before = self._iteration = -1  # the iterations of the last two snapshots that were due
@@ -84,23 +85,18 @@ class ReplicaCheck:
         return self._trust.iteration
 
     @property
-    def has_alarm(self) -> bool:
-        """Whether samples differ, and no proof has followed yet."""
-        return self._alarm is not None
-
-    @property
     def obstacle(self) -> str:
         """Why no snapshot may be taken now; empty if one may."""
         if self._is_stale:
             return "the copy plan changed, and a rank has not rebuilt its arena yet"
-        if self.has_alarm:
+        if self.alarm is not None:
             return "replicas differ: the next proof finds them, and each rank then copies its own"
         return ""
 
     def proof_due(self, number: int) -> bool:
         """Whether snapshot ``number`` is preceded by a proof, which all ranks enter."""
         # Every rank that is still on has read of the alarm by then.
-        is_alarm_due = self._alarm is not None and number >= self._alarm + self._delay
+        is_alarm_due = self.alarm is not None and number >= self.alarm + self._delay
         # A proof is collective: whether it is due must not depend on results that some ranks may not have read.
         since = number - self._begin
         is_early = number == 1 or (self._repeats and since <= _LAST_PROOF and since & (since - 1) == 0)
@@ -111,17 +107,17 @@ class ReplicaCheck:
         iteration = self._iterations.pop(result.number, -1)
         if result.replicas == SampleOutcome.MATCHED:
             self._trust.match(result.number, iteration)
-        if result.replicas != SampleOutcome.DIFFER or self._alarm is not None:
+        if result.replicas != SampleOutcome.DIFFER or self.alarm is not None:
             return []
         if result.number < self._proved:  # read late: a newer proof has settled it
             return [Divergence(self._trusted_before, iteration)]
-        self._alarm = result.number
+        self.alarm = result.number
         return [Divergence(self.trusted, iteration)]
 
     def mistrust(self) -> list[Divergence]:
         """A proof has failed. Samples cover the state in turn and may not have detected it yet: snapshots since
         ``trusted`` may mix states."""
-        is_known = self._alarm is not None or self._is_stale or self.trusted >= self._before
+        is_known = self.alarm is not None or self._is_stale or self.trusted >= self._before
         return [] if is_known else [Divergence(self.trusted, self._before)]
 
     def proved(self, number: int, stepped: bool, changed: bool, new_arenas: bool) -> None:
@@ -135,6 +131,6 @@ class ReplicaCheck:
         if not self._has_stepped:
             self._begin = number
         self._is_stale = changed and not new_arenas
-        self._alarm, self._proved, self._trusted_before = None, number, self.trusted
+        self.alarm, self._proved, self._trusted_before = None, number, self.trusted
         if not changed:
             self._trust.prove(self._iteration)

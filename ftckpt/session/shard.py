@@ -11,13 +11,11 @@ from typing import NamedTuple
 import torch
 
 from ftckpt.array_types import Integers
-from ftckpt.capture.affinity import Locality
 from ftckpt.capture.assignment import Assignment, assign, gather_sharing
 from ftckpt.capture.capture import Capture
 from ftckpt.capture.device_copier import make_copier
 from ftckpt.capture.sample import Sampler
 from ftckpt.errors import MemoryBudgetError, UnsupportedError
-from ftckpt.group import gather_bytes
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import PINNING_NAME
 from ftckpt.model import codec
@@ -58,16 +56,12 @@ class Proof(NamedTuple):
 class Shard:
     """This rank's part of each snapshot. ``lay_out``, ``prove`` and ``proves`` are collective.
 
-    ``capture`` is None only if no arena could be allocated. ``capacities[rank]`` in bytes weight the shares of
-    replica sets; None means equal shares.
+    ``capture`` is None only if no arena could be allocated.
     """
 
-    def __init__(
-        self, rank: RankContext, described: Description, scheduler: WindowScheduler, locality: Locality
-    ) -> None:
-        self._rank, self._scheduler, self._locality = rank, scheduler, locality
+    def __init__(self, rank: RankContext, described: Description, scheduler: WindowScheduler) -> None:
+        self._rank, self._scheduler = rank, scheduler
         self._described: Description | None = described
-        self.capacities: list[int] | None = None
         self.capture: Capture | None = None
         self._assignment: Assignment | None = None
         self._sampler: Sampler | None = None
@@ -112,11 +106,6 @@ class Shard:
             f"{arena.image.file_bytes * arenas.slots / 1e6:.1f} MB, at {arena.path}"
         )
 
-    def note_capacity(self) -> None:
-        """Store the capacity of this rank's windows for the next start, unless this start had capacities."""
-        if self.capacities is None and self.capture is not None:
-            self.capture.arena.control.mark_capacity(self._scheduler.capacity_bytes)
-
     def prove(self, late: bool, stepped: bool, committed: SnapshotId | None) -> Proof:
         """Verify the assumptions about derived pieces and replicas; rebuild the arenas if they do not hold.
 
@@ -129,11 +118,8 @@ class Shard:
         assignment, capture = self._assignment, self.capture
         if assignment is None or capture is None:
             return Proof(stepped)
-        if not assignment.belief.needed:  # the same on all ranks: nothing collective follows
+        if not assignment.assumption.needed:  # the same on all ranks: nothing collective follows
             return Proof(True)
-        stepped, holds = self._look(assignment, stepped)
-        if holds:
-            return Proof(stepped)
         checked = self._assign()
         changed = checked.manifest != assignment.manifest
         broken = self._report_broken(assignment, checked)
@@ -154,17 +140,6 @@ class Shard:
         all_odd = tuple(sorted({*chain.from_iterable(odd)}))
         parted = bool(differing) or any(breaks)
         return Proof(any(steps), any(changes), new_arenas, differing, all_odd, parted, ends)
-
-    def _look(self, assignment: Assignment, stepped: bool) -> tuple[bool, bool]:
-        """Whether state may have changed on some rank, and whether the assumptions hold on all. Collective."""
-
-        def look() -> bytes:
-            follows, digests = assignment.belief.look()
-            return bytes([stepped, follows]) + digests
-
-        seen = gather_bytes(self._rank.group, look)
-        holds = all(one[1] for one in seen) and assignment.belief.agree([one[2:] for one in seen])
-        return any(one[0] for one in seen), holds
 
     @property
     def positions(self) -> int:
@@ -231,8 +206,7 @@ class Shard:
         config, scheduler = self._rank.config, self._scheduler
         copier = make_copier(
             scheduler.clock, config.schedule != "thread", self._rank.protection.report_copying,
-            locality=self._locality, turns=self._rank.arenas.path / PINNING_NAME, tell_far=self._report_far,
-            pins=config.pin == "on",
+            cores=self._rank.arenas.cores, turns=self._rank.arenas.path / PINNING_NAME, pins=config.pin == "on",
         )  # fmt: skip
         self._assignment = assignment
         try:
@@ -244,8 +218,7 @@ class Shard:
         self._sampler = Sampler(assignment, group.rank, group.size, config.replica_check_interval)
         derived_bytes = sum(piece.fragment.nbytes for piece in assignment.derived)
         copied_bytes = self.capture.stepped_bytes
-        spill = dict(zip(("equal", "chosen"), assignment.spill_bytes or (), strict=False))
-        self._rank.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes, spill_bytes=spill)
+        self._rank.events.emit("plan", copied_bytes=copied_bytes, derived_bytes=derived_bytes)
 
     def _assign(self, cast: Collection[str] = ()) -> Assignment:
         config, described, group = self._rank.config, self.state, self._rank.group
@@ -253,16 +226,8 @@ class Shard:
         if self._sharing is None:
             self._sharing = gather_sharing(group, described)
         return assign(
-            group, self._rank.topology, described, room, config.chunk_bytes, self.capacities,
-            self._rank.protection.redundancy, self._sharing, cast,
-        )  # fmt: skip
-
-    def _report_far(self, node: int, pages: Mapping[int, int]) -> None:
-        found = ", ".join(f"{num} on {other}" for other, num in pages.items())
-        self._rank.events.emit(
-            "environment", name="far slots",
-            text=f"sampled slot pages are not on the device's NUMA node {node}: {found}; copies are slower",
-            remedy="bind each rank to the cores and the memory of its device's NUMA node",
+            group, self._rank.topology, described, room, config.chunk_bytes,
+            redundancy=self._rank.protection.redundancy, sharing=self._sharing, cast=cast,
         )  # fmt: skip
 
     def _report_differing(self, found: Mapping[str, tuple[int, ...]]) -> int:

@@ -15,7 +15,7 @@ from ftckpt.capture.affinity import pin
 from ftckpt.capture.copier import Cores
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.image import SlotImage
-from ftckpt.memory.ledger import Ledger, for_slots, require, slots_to_allocate
+from ftckpt.memory.ledger import Ledger, MemoryNeeds, leaving_bytes, require, slots_to_allocate
 from ftckpt.memory.slots import FreshSlot
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
@@ -31,7 +31,7 @@ class MemoryForecast(NamedTuple):
     ``image`` of a slot; the ``existing`` arena, if any; snapshots ``needed`` from old arenas; their protected ones
     (``marks``; None if irrelevant)."""
 
-    needs: Ledger
+    needs: MemoryNeeds
     freed_bytes: int
     most: int
     image: SlotImage
@@ -50,10 +50,11 @@ def foresee_arena(
     num_old = num_slots(old) - spare.free_slots if keep is not None else 0
     have, new, lacks = count_slots(slots, existing, keep, num_old)
     image = existing.image if existing is not None else SlotImage.of(manifest)
-    needs = for_slots(new, lacks, image.file_bytes, old)
+    old_bytes = leaving_bytes(old)
     kept = old and keep is not None
     return MemoryForecast(
-        needs, spare.given_back_bytes if keep is not None else needs.free_bytes, have + new,
+        MemoryNeeds(new * image.file_bytes, lacks * image.file_bytes - old_bytes),
+        spare.given_back_bytes if keep is not None else old_bytes, have + new,
         image, existing, needed=there.needed(keep) if keep is not None else frozenset(),
         marks=tuple(sorted(there.protected)) if kept else None,
     )  # fmt: skip

@@ -36,10 +36,6 @@ _LOOK_SECS = 0.01
 
 NO_REASON = "timed out, and no SMP reported a reason"
 
-_MEASURED_AT = 16
-"""Number of the snapshot at which the capacity of the windows is stored for the next start, which sizes shares by
-it: by then the medians of the last 9 iterations exclude the first, slow ones, even on a rank that measures late."""
-
 
 class SnapshotDriver:
     """One rank's snapshots, once its state is loaded. Only the training thread calls its methods.
@@ -200,8 +196,6 @@ class SnapshotDriver:
         problem: Exception | None = None
         try:
             self._agree()
-            if self._num_begun + 1 == _MEASURED_AT:
-                self.shard.note_capacity()
         except Exception as error:  # noqa: BLE001 - raised below
             problem = error
         # Collective: every rank must enter a proof that is due, whatever it has read and whatever failed here.

@@ -6,13 +6,12 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ftckpt.capture.affinity import Locality, locality
+from ftckpt.capture.affinity import near_cores
 from ftckpt.capture.boundary import LastBoundary
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, StorageError
@@ -39,7 +38,6 @@ class Preparation(NamedTuple):
     snapshot."""
 
     described: Description
-    near: Locality
     scheduler: WindowScheduler
     kept: LastBoundary | None
 
@@ -96,12 +94,11 @@ def _prepare(rank: RankContext) -> Preparation:
             f"objects need {needed} bytes, but only {room} are reserved: raise --ftckpt-objects-size, which is "
             f"{config.objects_size}"
         )
-    near = locality(device)
-    rank.arenas.cores = near.cores
+    rank.arenas.cores = near_cores(device)
     scheduler = WindowScheduler(
         config, make_clock(device), rank.events, topology.me.coords, speaks=topology.rank == 0
     )
-    return Preparation(described, near, scheduler, kept)
+    return Preparation(described, scheduler, kept)
 
 
 def _prepare_storage(config: Config) -> None:
@@ -139,7 +136,6 @@ def load(rank: RankContext, shard: Shard, checkpoint: LoadedCheckpoint) -> LoadR
         rank.state.flushes.begin(restart.resumption.on_storage)
         if decision is None:
             return LoadResult(lineage, None, checkpoint.as_start(restart.why))
-        shard.capacities = restart.capacities()
         snapshot, source = decision.snapshot, restart.source
         other = writer if (writer := restart.written_by(decision)) not in ("", config.job) else ""
         of_other = f" of job {other}" if other else ""  # a snapshot directory copied from another job
@@ -156,27 +152,17 @@ _PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-co
 def conditions() -> dict[str, Any]:
     """Fields of the event ``conditions``: hardware and software inventory for reports. Never raises: an unknown value
     says so."""
-    versions = {"python": platform.python_version()}
-    for module, name in _PACKAGES.items():
-        if module in sys.modules:
-            versions[name] = _version(module, name)
+    loaded = ((name, sys.modules[module]) for module, name in _PACKAGES.items() if module in sys.modules)
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": _device(),
-        "versions": versions,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: str(getattr(module, "__version__", "unknown")) for name, module in loaded},
+        },
     }
-
-
-def _version(module: str, name: str) -> str:
-    # The module's own version first: package metadata takes milliseconds, and all ranks wait for this one.
-    if isinstance(told := getattr(sys.modules[module], "__version__", None), str):
-        return told
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed as a package"
 
 
 def _cpu() -> str:

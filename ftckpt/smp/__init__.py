@@ -5,7 +5,7 @@ In: arenas that trainers write, requests, packages and chunks of other nodes. Ou
 * Protection: ``task_queue`` schedules ``checksum`` (sealed slots), ``encode`` (parity and packages of the target) and
   ``scrub`` (later corruption); ``arenas`` maps the node's arenas, ``chunk_source`` supplies bytes.
 * Storage: ``flush_queue`` starts ``flush`` and ``final_flush`` (without trainers); ``export`` (other formats).
-* Communication: ``channel`` (the protocol), ``requests``, ``server``, ``client`` (for trainers), ``peers``.
+* Communication: ``channel`` (protocol), ``requests``, ``server``, ``peers``; for trainers ``client`` and ``watch``.
 * The process: ``daemon``, ``footprint``; its use of the network: ``link`` (how much), ``traffic`` (when).
 
 Records between nodes are always *authenticated* (AES-256-GMAC, keys derived from the job's secret and both nonces):
@@ -14,8 +14,8 @@ nobody on the network can take over a connection, or alter, insert or replay a r
 records are always in the clear.
 """
 
-BUSY_STATUS = 3
-"""Exit status of a starting SMP if another one serves. In this module because its starter may not import numpy."""
+READY = b"ready\n"
+"""The end of a detached SMP's output, once it answers. In this module because its starter may not import numpy."""
 
 IDLE_SECS = 3600.0
 """An SMP ends after this time without a trainer: longer than a scheduler takes to restart the job on its node."""

@@ -8,26 +8,25 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftckpt.config import Config, node_here
 from ftckpt.errors import FtckptError, SettingSyntax, SmpError, settings_are_written
-from ftckpt.smp import BUSY_STATUS, IDLE_SECS, MAX_SILENT_SECS
+from ftckpt.smp import IDLE_SECS, MAX_SILENT_SECS, READY
 
 if TYPE_CHECKING:
     from ftckpt.smp.daemon import Daemon
 
 _STAND_BY_SECS = 0.5
-_READY = b"ready\n"
-_BUSY = b"busy "
+_BUSY_STATUS = 3
+"""Exit status of a starting SMP if another one serves."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of an SMP; ``ftckpt smp`` has the same."""
+    """Add the options of an SMP."""
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument(
         "--node", default=node_here(os.environ)[0],
@@ -45,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
-    """Run the SMP until it ends; ``ready`` is called once it answers.
+def serve(arguments: argparse.Namespace) -> None:
+    """Run the SMP until it ends. A detached one ends its output with READY once it answers.
 
     Raises:
         SmpError: another one serves.
@@ -60,12 +59,12 @@ def serve(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
     daemon = _daemon(arguments)
     logging.getLogger("ftckpt").setLevel(logging.INFO)
     if arguments.detach:
-        # The log also receives the interpreter's own output, such as a fatal traceback.
+        with suppress(OSError):  # the starter is gone
+            os.write(1, READY)
+        # Closes the starter's pipe. The log also receives the interpreter's own output, such as a fatal traceback.
         os.dup2(daemon.log.fd, 1)
         os.dup2(daemon.log.fd, 2)
-    ready()
     daemon.run()
-    return 0
 
 
 def _daemon(arguments: argparse.Namespace) -> Daemon:
@@ -96,7 +95,7 @@ def alive(arguments: argparse.Namespace) -> int:
     node_dir = job_node_path(arguments.arena, arguments.job, arguments.node)
     if holder_of(node_dir / SMP_LOCK_NAME) is None:
         problem = "has no SMP"
-    elif (secs := Heartbeat.open(node_dir, None).smp()[1]) > MAX_SILENT_SECS:
+    elif (secs := Heartbeat.open(node_dir, None).smp_age_secs()) > MAX_SILENT_SECS:
         problem = f"has an SMP without a heartbeat for {secs:.0f} s"
     else:
         return 0
@@ -104,87 +103,40 @@ def alive(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def detached(arguments: argparse.Namespace) -> int:
-    """Start an SMP as a daemon in its own session; returns when it answers.
-
-    Exit status: 0 it answers, 3 another one serves, 1 it failed; the reason is on stderr.
-    """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _become_detached(arguments, writer)  # does not return
-    # The read below ends when the last writer closes: this process must not be a writer.
-    os.close(writer)
-    # The first child ends as soon as it has forked the SMP.
-    os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as pipe:
-        message = pipe.read()
-    if message == _READY:
-        return 0
-    print(message.removeprefix(_BUSY).decode("utf-8", "replace") or "it ended before it was ready", file=sys.stderr)
-    return BUSY_STATUS if message.startswith(_BUSY) else 1
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m ftckpt.smp", description="snapshot management process")
     add_arguments(parser)
-    parser.add_argument("--detach", action="store_true", help="run in the background; return when it answers")
+    parser.add_argument(
+        "--detach", action="store_true", help="run in the background; its output ends when it answers"
+    )
     arguments = parser.parse_args(argv)
     settings_are_written(SettingSyntax.FLAG)  # in messages; trainers translate them to their users' syntax
     if arguments.alive:
         return alive(arguments)
-    return detached(arguments) if arguments.detach else foreground(arguments)
-
-
-def foreground(arguments: argparse.Namespace) -> int:
-    """Run the SMP in this process, logging to the terminal; returns the exit status."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    if arguments.detach:
+        _leave_starter()
+    else:
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     try:
-        return serve(arguments, lambda: None)
+        serve(arguments)
     except (FtckptError, OSError) as error:
         print(f"ftckpt: {error}", file=sys.stderr)
-        return BUSY_STATUS if isinstance(error, SmpError) else 2
+        return _BUSY_STATUS if isinstance(error, SmpError) else 2
+    return 0
 
 
-def _become_detached(arguments: argparse.Namespace, writer: int) -> None:
-    """Turn the child of ``detached`` into the SMP; never returns."""
-    status, reports = 1, [writer]
+def _leave_starter() -> None:
+    """Continue in a child of this process, which ends: the SMP is no child of the trainer that started it.
 
-    def report(message: bytes) -> None:
-        """Send the outcome of the start to the process that waits for it; later messages are dropped."""
-        while reports:
-            fd = reports.pop()
-            with suppress(OSError):  # the starter is gone
-                os.write(fd, message)
-            os.close(fd)
-
-    try:
-        # Its own session protects it from torchrun's kill of a worker group. After the second fork it is not the
-        # session's leader, and so can never acquire a terminal.
-        os.setsid()
-        if os.fork():
-            os._exit(0)
-        # The inherited signal mask may block SIGTERM, which ends an SMP.
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        # The starter's directory could not be unmounted while the SMP lives.
-        os.chdir("/")
-        os.umask(0o077)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in range(3):
-            os.dup2(null, fd)
-        # The trainer's sockets, device files and locks would stay open as long as the SMP lives.
-        os.closerange(3, writer)
-        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
-        status = serve(arguments, lambda: report(_READY))
-    except BaseException as error:  # noqa: BLE001 - the process ends; its starter or the log gets the reason
-        busy = _BUSY if isinstance(error, SmpError) else b""
-        report(busy + f"{type(error).__name__}: {error}".encode())
-        traceback.print_exc()
-    finally:
-        # Not sys.exit: the fork copied the starter's exit handlers and buffers.
-        os._exit(status)
+    The starter has begun a session: torchrun's kill of a worker group does not reach it. The child is not its leader,
+    and so can never acquire a terminal.
+    """
+    if os.fork():
+        os._exit(0)
+    # The inherited signal mask may block SIGTERM, which ends an SMP.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""The arenas of this node as the SMP maps them, with their checks, parity files and leases on slots."""
+"""The arenas of this node as the SMP maps them, with their checks and parity files."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ftckpt.errors import ArenaError, FtckptError, MemoryBudgetError, MismatchError
-from ftckpt.memory.arena import CONTROL_NAME, Arena
+from ftckpt.memory.arena import Arena
 from ftckpt.memory.checks import Check, Checks
-from ftckpt.memory.control_block import MAX_SLOTS, ControlBlock, SlotRecord
+from ftckpt.memory.control_block import CONTROL_NAME, MAX_SLOTS, ControlBlock, SlotRecord
 from ftckpt.memory.mapping import FileId, file_id
 from ftckpt.memory.parity_file import ParityFile
 from ftckpt.memory.slots import slot_name
@@ -65,8 +63,6 @@ class ParityFiles:
             self.drop(path)
 
 
-LEASE_SECS = 20.0
-"""Lifetime of a lease, so that a trainer can take a slot over from a killed or hung SMP."""
 _OPEN_AGAIN_SECS = 1.0
 """Interval between attempts to open an arena."""
 _LOOK_AGAIN_SECS = 0.2
@@ -88,14 +84,6 @@ class SealedSlot:
         now = self.arena.mapped.control.record(self.slot)
         return now.sealed and now.seal_id == self.record.seal_id and self.arena.is_current(self.slot)
 
-    def lease(self) -> AbstractContextManager[None]:
-        """Hold a lease on the slot; a long-term holder calls ``renew``."""
-        return self.arena.lease(self.slot)
-
-    def renew(self) -> None:
-        """Prolong a lease that the caller holds."""
-        self.arena.renew(self.slot)
-
 
 @dataclass(frozen=True)
 class CheckedSlot(SealedSlot):
@@ -110,7 +98,7 @@ class CheckedSlot(SealedSlot):
 
 
 class MonitoredArena:
-    """One arena. Any thread may call ``find``, ``identity``, ``is_current``, ``behind`` and ``lease``.
+    """One arena. Any thread may call ``find``, ``identity``, ``is_current`` and ``behind``.
 
     These raise ValueError or ArenaError if another thread closes the arena; memory with a view on it stays mapped.
 
@@ -132,9 +120,6 @@ class MonitoredArena:
         except BaseException:  # nobody else would unmap it
             self.mapped.close()
             raise
-        self._guard = threading.Lock()
-        # Slot → its lease holders in this process: the work on it and any number of transfers.
-        self._leases: dict[int, int] = {}
 
     @property
     def name(self) -> str:
@@ -202,38 +187,10 @@ class MonitoredArena:
         matches = check is not None and check.snapshot == snapshot and check.seal_id == record.seal_id
         return CheckedSlot(self, slot, snapshot, record, check) if check is not None and matches else None
 
-    @contextmanager
-    def lease(self, slot: int) -> Iterator[None]:
-        """Hold a lease on ``slot``; a long-term holder calls ``renew``."""
-        with self._guard:
-            # The file has one lease per slot: it ends with the last holder in this process.
-            self._leases[slot] = self._leases.get(slot, 0) + 1
-            self.checks.lease(slot, _until())
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._leases[slot] -= 1
-                if self._leases[slot] == 0:
-                    self._end_lease(slot)
-
-    def renew(self, slot: int) -> None:
-        """Prolong a lease that the caller holds."""
-        with self._guard:
-            self.checks.lease(slot, _until())
-
     def close(self) -> None:
-        """Unmap the arena and release its leases, so that no trainer waits for them."""
-        with self._guard:
-            for slot, holders in self._leases.items():
-                if holders:
-                    self._end_lease(slot)
-            self.checks.close()
+        """Unmap the arena."""
+        self.checks.close()
         self.mapped.close()
-
-    def _end_lease(self, slot: int) -> None:
-        with suppress(ValueError):  # closed meanwhile, which released it
-            self.checks.release(slot)
 
 
 class MonitoredArenas:
@@ -336,10 +293,6 @@ class MonitoredArenas:
         self.parity.keep(lambda directory: False)
         for arena in arenas:
             arena.close()
-
-
-def _until() -> int:
-    return time.monotonic_ns() + int(LEASE_SECS * 1e9)
 
 
 def _identities(path: Path, slots: int) -> tuple[FileId | None, ...]:

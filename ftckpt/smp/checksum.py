@@ -92,28 +92,27 @@ class Checker:
 
     def _check(self, sealed: SealedSlot) -> Work[None]:
         arena, slot, record = sealed.arena, sealed.slot, sealed.record
-        with sealed.lease():
-            try:
-                hashes = yield from self._hash(sealed)
-                # Verified after the last byte: a trainer takes a slot over without a lock.
-                if hashes is None or not sealed.still_holds():
-                    return
-                # A slot without earlier checksums cannot mismatch: these become its checksums.
-                bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
-                damage = arena.mapped.damage(slot, record, bad_chunks)
-            except ArenaError as error:
-                hashes, damage = np.empty(0, np.uint64), Corruption(reason=str(error))
-            if not sealed.still_holds():
+        try:
+            hashes = yield from self._hash(sealed)
+            # Verified after the last byte: a trainer takes a slot over without a lock.
+            if hashes is None or not sealed.still_holds():
                 return
-            iteration = sealed.snapshot.iteration
-            if damage:
-                # By file and seal: a new snapshot in the slot, or a repaired file, is checked again.
-                self._bad[_Key.of(sealed)] = sealed.snapshot
-                self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=damage.names[:20])
-                return
-            # A restart that reconstructs a slot has its checksums before the seal: no gap.
-            gap_secs = 0.0 if record.hashed else max(0.0, time.monotonic() - record.sealed_secs)
-            arena.checks.store_checked(slot, (sealed.snapshot, record.sequence), hashes, gap_secs)
+            # A slot without earlier checksums cannot mismatch: these become its checksums.
+            bad_chunks = np.flatnonzero(hashes != record.chunk_hashes).tolist() if record.hashed else []
+            damage = arena.mapped.damage(slot, record, bad_chunks)
+        except ArenaError as error:
+            hashes, damage = np.empty(0, np.uint64), Corruption(reason=str(error))
+        if not sealed.still_holds():
+            return
+        iteration = sealed.snapshot.iteration
+        if damage:
+            # By file and seal: a new snapshot in the slot, or a repaired file, is checked again.
+            self._bad[_Key.of(sealed)] = sealed.snapshot
+            self._events.emit("corrupt", arena=arena.name, slot=slot, iteration=iteration, what=damage.names[:20])
+            return
+        # A restart that reconstructs a slot has its checksums before the seal: no gap.
+        gap_secs = 0.0 if record.hashed else max(0.0, time.monotonic() - record.sealed_secs)
+        arena.checks.store_checked(slot, (sealed.snapshot, record.sequence), hashes, gap_secs)
         self.checked += 1
         nbytes = sum(span.nbytes for span in arena.mapped.image.chunks)
         self._events.emit(
@@ -130,8 +129,6 @@ class Checker:
             for first in range(0, len(chunks), threads):
                 batch = range(first, min(first + threads, len(chunks)))
                 yield from self._pace.memory(sum(chunks[chunk].nbytes for chunk in batch))
-                # Per batch: hashing a slot may take longer than a lease lasts.
-                sealed.renew()
                 if not sealed.still_holds():
                     return None
                 others = pool.map(hash_chunk, batch[1:]) if pool is not None else ()

@@ -147,10 +147,6 @@ class LocalChunk(Chunk):
         self._hash.update(piece.data)
         return piece
 
-    def renew(self) -> None:
-        """Prolong the lease on its slot."""
-        self._slot.renew()
-
     def verify(self) -> None:
         """Raises CorruptError if the bytes, read completely, do not match the checksum."""
         if self._hash.intdigest() != int(self._slot.hashes[self._chunk]):
@@ -229,7 +225,7 @@ class Service:
 
     @contextmanager
     def find(self, request: BytesRequest) -> Iterator[Delivery | None]:
-        """The requested bytes, leased while the block runs; None: not in memory, not yet, or not now."""
+        """The requested bytes; None: not in memory, not yet, or not now."""
         with ExitStack() as stack:
             try:
                 if isinstance(request, ChunkRequest):
@@ -249,10 +245,6 @@ class Service:
             return None
         span = mapped.image.chunks[request.chunk]
         if not self._may_send(span.nbytes):
-            return None
-        # Lease first, then check the record again: a takeover in between is detected.
-        stack.enter_context(slot.lease())
-        if not slot.still_holds():
             return None
         self.pace.read.charge(span.nbytes)
         data = stack.enter_context(mapped.slot(slot.slot))

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import FtckptError, PeerError, PeerTimeoutError, SmpError, VersionError
 from ftckpt.events import log
-from ftckpt.memory.directory import SMP_LOCK_NAME, SMP_LOG_NAME, TOLD_NAME, end_smp
-from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.directory import SMP_LOCK_NAME, end_smp
 from ftckpt.memory.locks import holder_of
-from ftckpt.memory.page import pid_of
 from ftckpt.memory.process import Process
-from ftckpt.smp import BUSY_STATUS, IDLE_SECS, MAX_SILENT_SECS
-from ftckpt.smp.channel import Deadlines, Trust, connect
+from ftckpt.smp import IDLE_SECS, READY
+from ftckpt.smp.channel import Trust
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
     EndRequest,
-    HelloRequest,
     PersistRequest,
     SmpRequest,
     StatusRequest,
-    exchange,
+    request_once,
 )
 
 _ANSWER_SECS = 10.0
 """Training has priority on every core: on a busy node an SMP may be slow."""
 _POLL_SECS = 0.02
+START_SECS = 20.0
+"""Twice ``_ANSWER_SECS``: half until a silent SMP is replaced, half for its successor."""
+_ATTEMPTS = 3
+"""Starts of an SMP that ends at once; the last error is reported."""
 
 
 class SmpClient:
@@ -57,12 +53,8 @@ class SmpClient:
         self.node_dir, self.root, self.job, self.node = node_dir, root, job, node
         self.idle_secs = idle_secs
 
-    def hello(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
-        """``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
-        return self._call(HelloRequest(), timeout_secs)
-
     def status(self, timeout_secs: float = _ANSWER_SECS) -> dict[str, Any]:
-        """State of the SMP: trainers, its memory, and ``tasks``."""
+        """The SMP's identity and state, see ``StatusRequest``."""
         return self._call(StatusRequest(), timeout_secs)
 
     def configure(self, description: Mapping[str, Any], timeout_secs: float = _ANSWER_SECS) -> str:
@@ -100,13 +92,8 @@ class SmpClient:
 
     def _call(self, request: SmpRequest, timeout_secs: float) -> dict[str, Any]:
         """Send one request and return the fields of the reply."""
-        deadline = time.monotonic() + timeout_secs
-        deadlines = Deadlines(timeout_secs, timeout_secs, timeout_secs)
         try:
-            with closing(connect(self.node_dir, timeout_secs)) as channel:
-                channel.end_by(deadline)  # each stage may take what those before it have left
-                channel.greet(Trust(), deadline)
-                reply = exchange(channel, request, deadlines)
+            reply = request_once(self.node_dir, Trust(), request, timeout_secs)
         except PeerError as error:
             raise SmpError(f"the SMP of job {self.job} on node {self.node} does not answer: {error}") from error
         if reply.error:
@@ -129,17 +116,9 @@ def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None
     raise SmpError("it does not end")
 
 
-_START_SECS = 20.0
-"""Twice ``_ANSWER_SECS``: half until a silent SMP is replaced, half for its successor."""
-_MOST_WARNINGS = 16
-"""Maximum warnings reported at a time."""
-_ATTEMPTS = 3
-"""Starts of an SMP that ends at once; the last error is reported."""
-
-
 def find_or_start(
     node_dir: Path, root: Path, job: str, node: str, *, idle_secs: float = IDLE_SECS,
-    timeout_secs: float = _START_SECS,
+    timeout_secs: float = START_SECS,
 ) -> SmpClient:  # fmt: skip
     """Find the running SMP of this node and job, or start one. Any number of ranks may call this at once.
 
@@ -160,7 +139,7 @@ def find_or_start(
             attempts += 1
             problem = _start(client, left) or problem
         try:
-            if client.hello(min(left, _ANSWER_SECS))["version"] == VERSION:
+            if client.status(min(left, _ANSWER_SECS))["version"] == VERSION:
                 return client
             unfit = "it is of another version of ftckpt, and does not end"
         except (FtckptError, KeyError) as error:
@@ -179,82 +158,6 @@ def find_or_start(
     raise SmpError(f"no SMP for job {job} on node {node} within {timeout_secs:g} s: {problem}")
 
 
-class Watch:
-    """A thread that replaces the node's SMP within about a second of its death, and reports its warnings. Only one
-    rank of a node runs it.
-
-    A hung SMP is ended first: it protects nothing and would keep its lock. If it was only slow nothing is lost, as an
-    SMP may be killed at any time. The new SMP takes over the stored configuration. Call ``stop`` before
-    ``SmpClient.end``.
-
-    Args:
-        report: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
-        tell: called with each warning of the SMP, one line.
-        silent_secs: heartbeat age from which it counts as hung.
-    """
-
-    def __init__(
-        self,
-        client: SmpClient,
-        report: Callable[..., None],
-        every_secs: float = 0.5,
-        silent_secs: float = MAX_SILENT_SECS,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._client, self._report, self._every_secs, self._tell = client, report, every_secs, tell
-        self._log = LogTail(client.node_dir)
-        self._pulse = Heartbeat.open(client.node_dir, None)
-        self._most_silent = math.ceil(silent_secs / every_secs)
-        self._seen, self._silent = (0, 0), 0  # the last heartbeat, and the number of polls since
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ftckpt-smp-watch", daemon=True)
-        self._thread.start()
-
-    def stop(self, timeout_secs: float = _START_SECS + 1) -> None:
-        """Stop replacing SMPs; waits for one that is starting."""
-        self._stopped.set()
-        self._thread.join(timeout_secs)
-
-    def _run(self) -> None:
-        wait = self._every_secs
-        while not self._stopped.wait(wait):
-            wait = self._every_secs
-            client, begin = self._client, time.monotonic()
-            try:
-                if not client.node_dir.is_dir():  # the job was cleaned up
-                    continue
-                self._tell_warnings()
-                holder = holder_of(client.node_dir / SMP_LOCK_NAME)
-                if holder is not None and not self._stands_still(holder):
-                    continue
-                find_or_start(client.node_dir, client.root, client.job, client.node, idle_secs=client.idle_secs)
-                self._report("smp_restarted", background_secs=time.monotonic() - begin)
-            except Exception as error:  # noqa: BLE001 - promise 4: protection is degraded, training continues
-                self._report("smp_error", error=str(error))
-                # Retry more slowly: each attempt starts a process on a node that trains.
-                wait = 20 * self._every_secs
-
-    def _tell_warnings(self) -> None:
-        warnings = self._log.new_warnings()
-        for warning in warnings[:_MOST_WARNINGS]:
-            self._tell(warning)
-        if len(warnings) > _MOST_WARNINGS:
-            self._tell(f"{len(warnings) - _MOST_WARNINGS} more warnings are in {SMP_LOG_NAME}")
-
-    def _stands_still(self, holder: int) -> bool:
-        """End the SMP that holds the lock if it is hung; returns whether it was ended."""
-        now = self._pulse.smp_beat()
-        # Counts polls, not time: while the node, or this thread, was suspended, no poll was made. An SMP of another
-        # container, or before its first heartbeat, cannot be judged.
-        self._silent = self._silent + 1 if now == self._seen and pid_of(now[0]) == holder else 0
-        self._seen = now
-        if self._silent < self._most_silent or not self._pulse.smp_lives():
-            return False
-        secs, self._silent = self._silent * self._every_secs, 0
-        self._report("smp_error", error=f"pid {holder} has had no heartbeat for {secs:.0f} s: it is replaced")
-        return end_smp(self._client.node_dir, _ANSWER_SECS)
-
-
 def _start(client: SmpClient, timeout_secs: float) -> str:
     """Start a detached SMP; returns the error, or ""."""
     command = [sys.executable or "python3", "-m", "ftckpt.smp", "--detach"]
@@ -262,21 +165,21 @@ def _start(client: SmpClient, timeout_secs: float) -> str:
     command += ["--idle-secs", str(client.idle_secs)]
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
-            env=environment(), start_new_session=True,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd="/",
+            env=environment(), umask=0o077, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         return f"{command[0]} cannot be started: {error.strerror}"
     with process:
         try:
-            _, complaint = process.communicate(timeout=timeout_secs)
+            output, _ = process.communicate(timeout=timeout_secs)
         except subprocess.TimeoutExpired:
-            # Kills the starter. The SMP itself, if it already runs, is found by its lock the next time.
+            # The SMP itself, if it already runs, is found by its lock the next time.
             process.kill()
             return f"it was not ready after {timeout_secs:.0f} s"
-    if process.returncode in (0, BUSY_STATUS):
+    if output.endswith(READY):
         return ""
-    return complaint.decode("utf-8", "replace").strip()[-500:] or f"it ended with status {process.returncode}"
+    return output.decode("utf-8", "replace").strip()[-500:] or "it ended before it was ready"
 
 
 def environment() -> dict[str, str]:
@@ -289,68 +192,3 @@ def environment() -> dict[str, str]:
     # It joins no rendezvous. Before an attempt launchers kill orphans that have all variables of a worker.
     variables.pop("MASTER_PORT", None)
     return variables
-
-
-_LOUD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:WARNING|ERROR|CRITICAL) (?:ftckpt \S+: )?(.+)")
-_MOST_LOG_BYTES = 256 << 10
-"""Maximum size of the log."""
-
-
-class LogTail:
-    """Reads the warnings in the log of a node's SMP, each once: also those from before the first trainer, or while
-    none lived. A missing log has none."""
-
-    def __init__(self, node_dir: Path) -> None:
-        self._path, self._mark = node_dir / SMP_LOG_NAME, node_dir / TOLD_NAME
-        self._inode, self._end = 0, 0  # of the file, and the end of the read part
-        try:
-            self._last = os.readlink(self._mark)  # the digest of the last reported line
-        except OSError:
-            self._last = ""
-
-    def new_warnings(self) -> list[str]:
-        """Warnings since the last call, one line each, without their times."""
-        inode, size = self._stat()
-        goes_on = inode == self._inode and size >= self._end
-        if goes_on and size == self._end:
-            return []
-        begin = self._end if goes_on else 0
-        data = self._read(begin)
-        data = data[: data.rfind(b"\n") + 1]  # an incomplete line is read next time
-        self._inode, self._end = inode, begin + len(data)
-        lines = data.decode("utf-8", "replace").splitlines()
-        # The log restarts with an attempt, or when its older half is dropped; then it is empty for a moment.
-        digests = [_digest(line) for line in lines] if begin == 0 else []
-        if self._last in digests:
-            lines = lines[len(digests) - digests[::-1].index(self._last) :]
-        loud = [(line, match[1]) for line in lines if (match := _LOUD.match(line))]
-        if loud:
-            self._last = _digest(loud[-1][0])
-            self._keep_mark()
-        return [warning for _, warning in loud]
-
-    def _keep_mark(self) -> None:
-        """Store the digest as the target of a symlink: a file would need a page, and the tmpfs may be full."""
-        with suppress(OSError):
-            self._mark.unlink(missing_ok=True)
-            self._mark.symlink_to(self._last)
-
-    def _stat(self) -> tuple[int, int]:
-        """The inode of the file, and its length."""
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return 0, 0
-        return found.st_ino, found.st_size
-
-    def _read(self, begin: int) -> bytes:
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(begin)
-                return file.read(_MOST_LOG_BYTES)
-        except OSError:
-            return b""
-
-
-def _digest(line: str) -> str:
-    return hashlib.blake2b(line.encode(), digest_size=16).hexdigest()

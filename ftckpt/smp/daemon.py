@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, SmpError
+from ftckpt.errors import ConfigError, SmpError, in_words
 from ftckpt.events import MAX_LOG_BYTES, Events, log
 from ftckpt.memory.control_block import ControlBlock
 from ftckpt.memory.end_notes import tell, told_of
-from ftckpt.memory.heartbeat import Heartbeat, RankHeartbeat, SmpState
+from ftckpt.memory.heartbeat import Heartbeat, RankHeartbeat
 from ftckpt.memory.inventory import read_protection, take_inventory
 from ftckpt.memory.locations import OpenArenas
 from ftckpt.memory.log_archive import keep_logs, kept_path
@@ -28,7 +29,6 @@ from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
     EndRequest,
-    HelloRequest,
     PersistRequest,
     ProtectionRequest,
     ReportRequest,
@@ -37,6 +37,8 @@ from ftckpt.smp.requests import (
 )
 from ftckpt.smp.server import Handler, Server
 from ftckpt.smp.task_queue import TaskQueue
+
+T = TypeVar("T")
 
 _IDLE_WAIT_SECS, _QUIET_WAIT_SECS = 0.02, 0.1
 """Bounds of the wait for a request when idle; it grows with the idle time. A new seal or target is noticed after it,
@@ -84,10 +86,10 @@ class Daemon:
         self._idle_secs = idle_secs
         self._started = self._last_trainer = time.monotonic()
         self._ending = ""
+        self._errors: dict[str, str] = {}  # by action, while it fails
         handlers: dict[type[SmpRequest], Handler] = {
-            HelloRequest: self._hello, StatusRequest: self._status, ConfigureRequest: self._configure,
-            EndRequest: self._end, PersistRequest: self._persist, ReportRequest: self._report,
-            ProtectionRequest: self._protection,
+            StatusRequest: self._status, ConfigureRequest: self._configure, EndRequest: self._end,
+            PersistRequest: self._persist, ReportRequest: self._report, ProtectionRequest: self._protection,
         }  # fmt: skip
         self._server = Server(handlers, find=self._tasks.service.find, events=self.events)
         # Last: from now on requests arrive, and wait for ``run``.
@@ -100,16 +102,18 @@ class Daemon:
         log.info(
             "SMP of job %s on node %s: pid %d, %s", self._lock.job, self._lock.node, os.getpid(), self._lock.node_dir
         )
-        self._adopt()
+        self._try("adoption of the configuration of the previous SMP", self._adopt)
         try:
             self._serve()
         finally:
             self._close()
 
     def _serve(self) -> None:
-        last_work, paused_until, next_check, check_error = time.monotonic(), 0.0, 0.0, ""
+        last_work, paused_until, next_check = time.monotonic(), 0.0, 0.0
         while not self._ending:
-            worked = self._work() if time.monotonic() >= paused_until else False
+            worked: bool | None = False
+            if time.monotonic() >= paused_until:
+                worked = self._try("work", lambda: self._tasks.step(time.monotonic() + _STEP_SECS))
             if worked is None:
                 paused_until = time.monotonic() + _PAUSE_SECS
             self._beat()  # after work: an SMP that hangs in it must look dead to trainers
@@ -117,61 +121,41 @@ class Daemon:
             if worked or self._tasks.busy:
                 last_work = now
             self._server.poll(0.0 if worked else min(_QUIET_WAIT_SECS, max(_IDLE_WAIT_SECS, now - last_work)))
-            self._export()
+            self._try("export of metrics", self._exporter.step)
             if time.monotonic() >= next_check:
                 next_check = time.monotonic() + _LOOK_SECS
-                check_error = self._check_node_safely(check_error)
+                # It may fail: a directory vanishes while it is listed.
+                self._try("check of the node", self._check_node)
 
     def _adopt(self) -> None:
         """Take over the configuration of a killed SMP of this node; needs no trainer."""
-        try:
-            description = load_description(self._lock.node_dir)
-            if description is None:
-                return
+        description = load_description(self._lock.node_dir)
+        if description is not None:
             self._take(description)
             self._listen(description)
             log.info("configured as the previous SMP was")
-        except Exception as error:  # noqa: BLE001 - trainers will configure it
-            log.exception("the configuration of the previous SMP cannot be used")
-            self._report_error(f"the configuration of the previous SMP is not used: {error}")
 
-    def _work(self) -> bool | None:
-        """Run tasks for a while; returns whether anything was done, None if it failed."""
+    def _try(self, what: str, action: Callable[[], T]) -> T | None:
+        """Run ``action``; None if it fails, which must not end the SMP. A repeated error is reported once."""
         try:
-            return self._tasks.step(time.monotonic() + _STEP_SECS)
+            result = action()
         except Exception as error:  # noqa: BLE001 - one failing shard must not stop the others
-            log.exception("work failed")
-            self._report_error(repr(error))
+            if self._errors.get(what) != repr(error):
+                log.exception("%s failed", what)
+                self._report_error(f"{what}: {in_words(error)}")
+            self._errors[what] = repr(error)
             return None
+        self._errors.pop(what, None)
+        return result
 
     def _beat(self) -> None:
         # First: a reader that sees an attempt's digest takes the flush state for that attempt's.
         self._pulse.tell_flush(*self._tasks.flushes.current)
-        cannot, digest = self._tasks.cannot, self._store.digest
-        if cannot is not None:
-            self._pulse.beat_smp(SmpState.CANNOT, cannot.iteration, digest)
-        else:
-            self._pulse.beat_smp(SmpState.GUARDING if self._store.description else SmpState.WAITING, digest=digest)
-
-    def _export(self) -> None:
-        try:
-            self._exporter.step()
-        except Exception as error:  # noqa: BLE001 - metrics must not end the SMP
-            self._report_error(f"metrics: {error}")
+        cannot = self._tasks.cannot
+        self._pulse.beat_smp(cannot.iteration if cannot is not None else -1, self._store.digest)
 
     def _report_error(self, text: str) -> None:
         self.events.emit("smp_error", error=text)
-
-    def _check_node_safely(self, last_error: str) -> str:
-        """Check the node; returns the error, "" if there is none."""
-        try:
-            self._check_node()
-        except Exception as error:  # noqa: BLE001 - such as a directory that vanishes while listed; retried
-            if repr(error) != last_error:  # a persistent error would repeat twice a second
-                log.exception("checking the node failed")
-                self._report_error(repr(error))
-            return repr(error)
-        return ""
 
     def _check_node(self) -> None:
         now = time.monotonic()
@@ -207,7 +191,8 @@ class Daemon:
             return None
         return round(max(0.0, self._last_trainer + self._idle_secs - time.monotonic()), 1)
 
-    def _hello(self, _request: HelloRequest | None = None) -> dict[str, Any]:
+    def _status(self, _request: StatusRequest | None = None) -> dict[str, Any]:
+        now = time.monotonic()
         return {
             "version": VERSION,
             "pid": os.getpid(),
@@ -216,12 +201,6 @@ class Daemon:
             "configured": self._store.description is not None,
             "port": self._server.port,
             "metrics": self._exporter.url,
-        }
-
-    def _status(self, _request: StatusRequest | None = None) -> dict[str, Any]:
-        now = time.monotonic()
-        return {
-            **self._hello(),
             "uptime_secs": round(now - self._started, 3),
             "ends_in_secs": self._ends_in_secs(),
             "anon_bytes": anon_bytes(),
@@ -308,7 +287,6 @@ class Daemon:
         self._tasks.close()
         is_over = self._ending == _OVER and self._lock.is_held
         self._lock.release(removes=is_over)
-        self._deaths.close()
         self.events.close()
         log.removeHandler(self.log)
         if is_over or self._ending == _REMOVED:  # else the remover archives it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ def has_sound_package(node_dir: Path, shard: str, snapshot: SnapshotId) -> bool:
 
 
 def store_package(sources: Sources, slot: CheckedSlot) -> Work[None]:
-    """Store the package of a slot that the caller leases; raises as ``package.pack`` and ``store``."""
+    """Store the package of a slot; raises as ``package.pack`` and ``store``."""
     yield from sources.pace.memory(slot.arena.mapped.image.volatile.nbytes)
     data = package.pack(slot.arena.mapped, slot.slot)
     yield from in_thread(partial(package.store, sources.arenas.node_dir, data))
@@ -188,15 +188,11 @@ class Encoder:
         started_secs, received_bytes = time.monotonic(), self.sources.received_bytes
         marks = _protected(slots)
         node_dir = self.sources.arenas.node_dir
-        # A lease makes trainers prefer other slots. It is no lock: a trainer without a free slot takes a leased one,
-        # so the slots are verified again before they are marked.
-        with ExitStack() as leases:
-            for slot in slots:
-                leases.enter_context(slot.lease())
-            prune_packages(node_dir, self._shards(), marks, snapshot)
-            yield from self._make_parts(snapshot, slots, max(marks, default=None))
-            if not self._mark_encoded(snapshot, slots):
-                return
+        prune_packages(node_dir, self._shards(), marks, snapshot)
+        yield from self._make_parts(snapshot, slots, max(marks, default=None))
+        # Trainers that have given the target up may have taken a slot over, without a lock.
+        if not self._mark_encoded(snapshot, slots):
+            return
         # Read again: trainers may have marked another snapshot as protected meanwhile. Without a mark all stays:
         # until all nodes have encoded the target, a lost node is reconstructed from a snapshot of another layout or
         # other shares, which these arenas do not name.
@@ -385,13 +381,11 @@ def make_block(
     """
     chunks = yield from feed.next(stripe)
     local = [chunk for chunk in chunks if isinstance(chunk, LocalChunk)]
-    fold, made = encoder(group.code, len(chunks), row, group.losses), xxhash.xxh3_64()
+    fold, made = encoder(len(chunks), row, group.losses), xxhash.xxh3_64()
     step = max(1, STEP_BYTES // PIECE_BYTES // (len(chunks) + 1)) * PIECE_BYTES
     for begin in range(0, stripe.length, step):
         end = min(begin + step, stripe.length)
         yield from sources.pace.memory(sum(len(chunk.data[begin:end]) for chunk in local) + end - begin)
-        for chunk in local:
-            chunk.renew()
         for at in range(begin, end, PIECE_BYTES):
             piece = out[at : min(at + PIECE_BYTES, end)]
             fold((chunk.read(at, at + len(piece)) if chunk is not None else None for chunk in chunks), piece)

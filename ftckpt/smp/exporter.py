@@ -123,7 +123,7 @@ class Exporter:
             self._do(
                 self._serve,
                 text,
-                "end its holder, another program or the SMP of another job (ftckpt ls), or use auto",
+                "end its holder, another program or the SMP of another job (ftckpt jobs), or use auto",
             )
         if self._path is not None:
             self._do(self._write, f"--ftckpt-metrics-dir: {self._path} cannot be written", "it is retried")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -212,10 +212,7 @@ class Flush:
             return
         started_secs, (lineage, slots) = time.monotonic(), self._checked()
         try:
-            with ExitStack() as leases:
-                for slot in slots:
-                    leases.enter_context(slot.lease())
-                written = self._put_all(pending, slots)
+            written = self._put_all(pending, slots)
         except BaseException:
             # Not after this node wrote its marker: the committing node may rely on the files.
             if promised is None:
@@ -271,7 +268,7 @@ class Flush:
             record.objects_used, record.objects_hash, slot.hashes[list(shard.chunks)],
         )  # fmt: skip
         try:
-            pieces = self._paced(slot, contents(shard, image, arena.mapped.slot(slot.slot), entry))
+            pieces = self._paced(contents(shard, image, arena.mapped.slot(slot.slot), entry))
             if compresses:
                 pieces = packed(shard.image, entry.objects_used, pieces, lengths)
             file = pending.write(entry.file, pieces)
@@ -289,12 +286,11 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )
 
-    def _paced(self, slot: CheckedSlot, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+    def _paced(self, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         for piece in pieces:
             # Storage shares the network with other nodes' transfers.
             for wait_secs in chain(self._pace.memory(len(piece)), self._pace.receive()):
                 self._pause(wait_secs)
-            slot.renew()
             if self._over.is_set():
                 raise _Cancellation
             yield piece
@@ -352,24 +348,8 @@ class Flush:
         # The lineage may have become doubtful since it was read for this snapshot.
         now = read_lineage(self._arenas.node_dir)
         lineage = now if now == lineage else lineage
-        # Unreadable checkpoints are never removed.
-        found = {name: committed(storage, name) for name in commit.checkpoints(storage)}
-        there = {name: stored for name, stored in found.items() if stored is not None}
-        lineages = {name: stored.lineage for name, stored in there.items()}
-        surplus = retention.surplus(lineages, lineage, self.orders.keep)
-        doomed = {name: there[name].snapshot for name in surplus if there[name].snapshot != self.snapshot}
-        if not self._owns(storage):
-            return
-        # ``latest`` may name a checkpoint of an abandoned branch, or one in doubt by now.
-        certain = retention.restorable(lineages, lineage)
-        newest = max((name.iteration for name in certain), default=self.snapshot.iteration)
-        if commit.latest(storage) != newest:
-            commit.name_latest(storage, newest)
-        snapshots = {stored.snapshot for stored in there.values()}
-        retention.forget_void(storage, [one for one in retention.voided(storage) if one not in snapshots])
-        if doomed:
-            for name in retention.retire(storage, doomed, newest, lambda: self._owns(storage)):
-                self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
+        for name in retention.retain(storage, self.snapshot, lineage, self.orders.keep, lambda: self._owns(storage)):
+            self._events.emit("removed", iteration=name.iteration, path=f"{self.orders.where}/{name}")
 
     def _sweep(self, storage: Storage) -> None:
         """Remove files of flushes that were never committed."""

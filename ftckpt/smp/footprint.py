@@ -17,13 +17,12 @@ from typing import Any
 
 from ftckpt.errors import ArenaError, FtckptError, SmpError
 from ftckpt.events import log
+from ftckpt.memory.atomic_files import remove_unfinished, replace_file
 from ftckpt.memory.directory import (
     SMP_LOCK_NAME,
     SMP_LOG_NAME,
     SMP_STATE_NAME,
-    fresh_name,
     node_directory,
-    remove_half_made,
     remove_job_if_empty,
     remove_smp_files,
 )
@@ -48,13 +47,13 @@ def store_description(node_dir: Path, description: Mapping[str, Any]) -> None:
         OSError: the tmpfs is full or not writable; no file is left.
     """
     data, path = encode_object({"version": VERSION, "description": description}), node_dir / SMP_STATE_NAME
-    remove_half_made(node_dir, f"{SMP_STATE_NAME}*")
+    remove_unfinished(node_dir, f"{SMP_STATE_NAME}*")
     try:
-        _replace(path, data)
+        replace_file(path, data)
     except OSError:
         # Frees the pages of the old one, which an SMP must not take over: it is outdated.
         path.unlink(missing_ok=True)
-        _replace(path, data)
+        replace_file(path, data)
 
 
 def load_description(node_dir: Path) -> dict[str, Any] | None:
@@ -163,14 +162,6 @@ class NodeLock:
             remove_job_if_empty(self._root, self.job, self.node)
         except (OSError, FtckptError) as error:
             log.warning("%s", error)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    with fresh_name(path) as fresh:
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        fresh.rename(path)  # no fsync: a tmpfs loses all or nothing
 
 
 class BoundedLog(logging.Handler):

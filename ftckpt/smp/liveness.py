@@ -89,10 +89,6 @@ class DeathWatch:
             self._count(living)
         return ends
 
-    def close(self) -> None:
-        """Stop watching exits."""
-        self._exits.close()
-
     def _ends_of(self, dead: Sequence[RankHeartbeat], told: Mapping[int, bool]) -> Iterator[ExitNote]:
         silent = [
             pulse

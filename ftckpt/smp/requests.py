@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import xxhash
@@ -20,7 +22,7 @@ from ftckpt.memory.package import MAX_PACKAGE_BYTES
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist_setting import PERSIST_FORMATS
-from ftckpt.smp.channel import Channel, Deadlines
+from ftckpt.smp.channel import Channel, Deadlines, Trust, connect
 
 VERSION = 8
 """Version of requests and of an SMP's files; an SMP of another version is replaced."""
@@ -43,15 +45,9 @@ class SmpRequest:
 
 
 @dataclass(frozen=True)
-class HelloRequest(SmpRequest):
-    """Identify the SMP: ``version``, ``pid``, ``job``, ``node``, ``configured``, ``port`` (0: it does not listen)."""
-
-    WORD = "hello"
-
-
-@dataclass(frozen=True)
 class StatusRequest(SmpRequest):
-    """Report the state: trainers, the SMP's memory, and ``tasks``."""
+    """Identify the SMP by ``version``, ``pid``, ``job``, ``node``, ``configured`` and ``port`` (0: it does not
+    listen), and report its state: trainers, its memory, and ``tasks``."""
 
     WORD = "status"
 
@@ -160,8 +156,8 @@ class PackageRequest(BytesRequest):
 REQUESTS: dict[str, type[SmpRequest]] = {
     kind.WORD: kind
     for kind in (
-        HelloRequest, StatusRequest, ReportRequest, ProtectionRequest, ConfigureRequest, EndRequest, PersistRequest,
-        ChunkRequest, PackageRequest,
+        StatusRequest, ReportRequest, ProtectionRequest, ConfigureRequest, EndRequest, PersistRequest, ChunkRequest,
+        PackageRequest,
     )
 }  # fmt: skip
 
@@ -248,6 +244,19 @@ def exchange(channel: Channel, request: SmpRequest, deadlines: Deadlines, *, mos
         return Reply(decode_object(frame.body), frame.payload)
     except SmpError as error:
         raise PeerError(f"its reply is {error}") from None
+
+
+def request_once(where: Path | tuple[str, int], trust: Trust, request: SmpRequest, timeout_secs: float) -> Reply:
+    """Send one request over a connection of its own, to an SMP as in ``connect``.
+
+    Raises:
+        PeerError: no valid reply in time.
+    """
+    deadline = time.monotonic() + timeout_secs
+    with closing(connect(where, timeout_secs)) as channel:
+        channel.end_by(deadline)  # each stage may take what those before it have left
+        channel.greet(trust, deadline)
+        return exchange(channel, request, Deadlines(timeout_secs, timeout_secs, timeout_secs))
 
 
 def guard_digest(description: Mapping[str, Any]) -> int:

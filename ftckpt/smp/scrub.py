@@ -262,8 +262,7 @@ class Scrubber:
     def _make_package(self, shard: str, snapshot: SnapshotId) -> Work[bool]:
         """Store the package if it is one that this node stores; returns whether it is."""
         if (slot := self._sources.arenas.find(shard, snapshot)) is not None:
-            with slot.lease():
-                yield from store_package(self._sources, slot)
+            yield from store_package(self._sources, slot)
             return True
         wanted = [each for each in self._encoder.part.mirror_from if each.shard == shard]
         yield from pull_packages(self._sources, snapshot, wanted)

@@ -48,7 +48,7 @@ _NOT_HERE = encode_object({"ok": True, "here": False})
 Handler = Callable[[Any], Mapping[str, Any]]
 """Returns the reply's fields for a request, or raises FtckptError. Called in the loop that polls."""
 Find = Callable[[Any], AbstractContextManager[Delivery | None]]
-"""Finds requested bytes and leases them while they are sent; None: not available (yet). Called from many threads."""
+"""Finds requested bytes and holds them while they are sent; None: not available (yet). Called from many threads."""
 
 
 @dataclass
@@ -60,13 +60,13 @@ class _Listener:
     max_connections: int
     max_request_bytes: int
     deadlines: Deadlines
-    accepting: list[threading.Thread] = field(default_factory=list)
-    threads: dict[Channel, threading.Thread] = field(default_factory=dict)
-    unproven: dict[Channel, str] = field(default_factory=dict)
+    accepting: list[threading.Thread] = field(default_factory=list, init=False)
+    threads: dict[Channel, threading.Thread] = field(default_factory=dict, init=False)
+    unproven: dict[Channel, str] = field(default_factory=dict, init=False)
     """Those of ``threads`` that have not proven the secret yet, oldest first, with their origin."""
-    guard: threading.Lock = field(default_factory=threading.Lock)
+    guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     """Protects both; their threads have been started."""
-    closed: bool = False
+    closed: bool = field(default=False, init=False)
 
     def make_room(self) -> str:
         """Evict an unproven connection if there are too many; returns its origin, or "".

@@ -66,11 +66,6 @@ class _Workers:
     forecast: TransferForecast
     traffic: TrafficMonitor
 
-    def forget_corruption(self) -> None:
-        """Forget corrupt slots: a restart may have repaired them."""
-        self.checker.forget()
-        self.scrubber.forget()
-
     def refused(self, snapshot: SnapshotId) -> str:
         """An arena whose slot of ``snapshot`` does not match its checksums; "" if none is known."""
         return self.checker.refused(snapshot) or self.scrubber.refused(snapshot)
@@ -149,7 +144,9 @@ class TaskQueue:
             ConfigError: the secret is too short.
         """
         given = dict(description)
-        self._workers.forget_corruption()
+        # A restart may have repaired corrupt slots.
+        self._workers.checker.forget()
+        self._workers.scrubber.forget()
         self.flushes.resume()
         if given == self._description:
             if self.cannot is not None:  # retry
@@ -234,8 +231,9 @@ class TaskQueue:
         if target != self._target.snapshot and target not in self._claims:
             self._start_encoding(target)
         self.flushes.want(self.arenas.common_mark(ControlBlock.flush))
-        self._drop_refused(self._target.snapshot)
+        # In this order: the checker forgets a corrupt slot whose file was replaced.
         self._start_check(self._target.snapshot)
+        self._drop_refused(self._target.snapshot)
         # Scrubbing is not urgent: it never delays work that trainers wait for.
         if not self.busy and self._workers.scrubber.due:
             self._tasks.scrub.start(self._workers.scrubber.run())

@@ -103,7 +103,7 @@ def within(work: Work[T], secs: float) -> Work[T]:
             if time.monotonic() >= deadline:
                 raise ProtectionUnavailableError(f"not done in {secs:g} s")
     finally:
-        # Releases leases and cancels requests of unfinished work.
+        # Cancels requests of unfinished work.
         work.close()
 
 

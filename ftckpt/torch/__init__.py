@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError
+from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.forks import off_in_children
 from ftckpt.frameworks import entry
 from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
@@ -77,7 +77,7 @@ def attach(
 
     Args:
         model: the model as trained: wrapped in DDP, sharded by ``fully_shard``, or neither; compiled if at all.
-        optimizer: torch's Adam, AdamW or SGD over parameters of ``model``.
+        optimizer: any optimizer over parameters of ``model``; one that ftckpt cannot save is refused by name.
         scheduler: the learning rate scheduler, if any.
         objects: other state to restore, by name: a data loader, counters, a GradScaler, a generator.
         config: None leaves ftckpt off.
@@ -118,10 +118,19 @@ def _check(config: Config, model: Any, optimizer: Any, objects: Any) -> None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that steps, unwrapped from optimizers that delegate to it (accelerate's)."""
+    """The optimizer that steps, unwrapped from optimizers that only delegate to it (accelerate's).
+
+    Raises:
+        UnsupportedError: one of them has state of its own.
+    """
     from torch.optim import Optimizer
 
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        if optimizer.state_dict().keys() != inner.state_dict().keys():
+            raise UnsupportedError(
+                f"optimizer {type(optimizer).__name__} has state besides that of {type(inner).__name__}, which it "
+                "wraps and which alone would be saved: leave it out"
+            )
         optimizer = inner
     return optimizer
 

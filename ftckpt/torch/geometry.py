@@ -120,16 +120,17 @@ def places(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[LogicalBox]]
         UnsupportedError: a shard is not a box, is a partial sum, or is not contiguous.
     """
     cut = cache(_cut)  # many parameters share few shardings
-    return {parameter: [_place(name, parameter, cut)] for name, parameter in named_parameters(model)}
+    return {parameter: [place(name, parameter, cut)] for name, parameter in named_parameters(model)}
 
 
-def _place(name: str, tensor: torch.Tensor, cut: _Cut) -> LogicalBox:
+def place(name: str, tensor: torch.Tensor, cut: _Cut | None = None) -> LogicalBox:
+    """This rank's box of a tensor; raises as ``places``. ``cut`` may remember boxes of equal shardings."""
     mine = local(tensor)
     check_contiguous(name, mine)
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return _logical(name, tensor, Box((0,) * len(shape), shape))
-    box = cut(shape, tensor.device_mesh, tensor.placements)
+    box = (cut or _cut)(shape, tensor.device_mesh, tensor.placements)
     if isinstance(box, str):
         raise UnsupportedError(f"{name} {box}")
     # Torch's arithmetic is private: a changed placement must not shift boxes silently.

@@ -12,11 +12,13 @@ and concurrently with forwards and backwards, as measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ftckpt.config import Config
+from ftckpt.errors import CaptureError
 from ftckpt.frameworks import entry
 from ftckpt.frameworks.entry import Patches
 from ftckpt.frameworks.hooks import Hook, ModuleHook
@@ -78,7 +80,13 @@ def follow(
         if module.training and torch.is_grad_enabled():
             checkpointer.phase("backward")
 
+    def after_step(*_: Any) -> None:
+        # The next boundary reports an error: training continues.
+        with suppress(CaptureError):
+            state.optimizer_state.settle()
+
     handles: list[Any] = [
+        optimizer.register_step_post_hook(Hook(optimizer, after_step)),
         optimizer.register_step_pre_hook(Hook(optimizer, before_step)),
         model.register_forward_pre_hook(ModuleHook(model, before_forward)),
         model.register_forward_hook(ModuleHook(model, after_forward)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ftckpt.torch.geometry import (
     settle_shards,
     unwrap,
 )
+from ftckpt.torch.optimizer_state import OptimizerState
 
 _memory = attrgetter(LOCAL)
 _writes = attrgetter("_version")
@@ -48,7 +50,7 @@ class PlainState(LiveState):
         ConfigError: an object, or the scheduler, has no ``state_dict`` and ``load_state_dict``.
     """
 
-    flags_name = "flags"
+    flags_name, inside = "flags", LOCAL
     replaced_remedy = "attach after the last load, and write into tensors instead of replacing them"
 
     def __init__(
@@ -61,9 +63,10 @@ class PlainState(LiveState):
         self.model = unwrap(model)
         settle_shards(self.model)  # before code that can fail on one rank only: it is collective
         self.is_fenced = self.has_run = False
-        self._optimizer = optimizer
+        self._optimizer, self._lr_scheduler = optimizer, scheduler
         named = {f"objects: {name}": value for name, value in objects.items()}
-        super().__init__({"": self.model}, named, lambda: scheduler, lambda: [optimizer], inside=LOCAL)
+        super().__init__({"": self.model}, named)
+        self.optimizer_state = OptimizerState(optimizer, self.model)
         self._comm_hooks = CommHooks(model)
         self._replicated = keeps_replicas(model, self._comm_hooks.are_plain)
         self._buckets = buckets_of(model, self._comm_hooks)
@@ -80,13 +83,25 @@ class PlainState(LiveState):
         self._num_writes = 0
         self._stepped: tuple[list[Any], list[Any]] = [], []  # trained parameters: DTensors, others
 
+    def _scheduler(self) -> Stateful | None:
+        return self._lr_scheduler
+
+    def _optimizers(self) -> Sequence[Any]:
+        return [self._optimizer]
+
+    def _settled(self) -> Sequence[Any]:
+        if not self.optimizer_state.is_forecast:
+            return self._optimizers()
+        # Its state is created and replaced in steps: ``optimizer_state`` settles it.
+        return [SimpleNamespace(state={}, param_groups=self._optimizer.param_groups)]
+
     def _describe(self) -> tuple[Description, Iterator[tuple[str, torch.nn.Parameter]]]:
         boxes = places(self.model)
-        optimizers.materialise(self._optimizer)
+        self.optimizer_state.prepare(boxes)
         trained = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
-        # After ``materialise``: moments that do not exist yet would not be described.
         stepped = [
-            *optimizers.stepped_pieces(boxes, self._ranges(), self._tensors_of),
+            *optimizers.stepped_pieces(boxes, self._ranges(), lambda part: self.optimizer_state.of(part.parameter)),
+            *self.optimizer_state.pieces(),
             *frozen_pieces(boxes, trained, lambda parameter: (0, as_real(local(parameter)))),
         ]
         role = "local" if self._follows_buffers else "buffer"
@@ -94,7 +109,8 @@ class PlainState(LiveState):
         volatile = [whole_piece(f"{role}/{name}", buffer) for name, buffer in buffers if buffer.numel()]
         self._stepped = [p for p in trained if hasattr(p, LOCAL)], [p for p in trained if not hasattr(p, LOCAL)]
         self._num_writes = self._count_writes()
-        description = Description(tuple(stepped), tuple(volatile), replicated=self._replicated)
+        room = self.optimizer_state.objects_bytes
+        description = Description(tuple(stepped), tuple(volatile), objects_bytes=room, replicated=self._replicated)
         return description, named_parameters(self.model)
 
     def _save(self) -> dict[str, Any]:
@@ -106,20 +122,17 @@ class PlainState(LiveState):
         """
         self._check_fence()
         self._comm_hooks.check()
-        optimizer = self._optimizer
-        return {
-            "optimizer": {"kind": optimizers.kind_of(optimizer), "groups": optimizers.save_groups(optimizer)},
-            "comm hooks": save_all(self._comm_hooks.states),
-        }
+        return {"optimizer": self.optimizer_state.save(), "comm hooks": save_all(self._comm_hooks.states)}
+
+    def check_objects(self, objects: Sequence[Mapping[str, Any]], is_reshaped: bool) -> None:
+        self.optimizer_state.check([saved["optimizer"] for saved in objects], is_reshaped)
 
     def _load(self, objects: Mapping[str, Any]) -> None:
-        optimizers.check_kind(self._optimizer, objects["optimizer"]["kind"])
-        optimizers.load_groups(self._optimizer, objects["optimizer"]["groups"])
+        self.optimizer_state.load(objects["optimizer"])
         self._load_hooks = lambda: load_all(self._comm_hooks.states, objects["comm hooks"])
 
     def _load_reshaped(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        optimizers.check_kind(self._optimizer, objects[0]["optimizer"]["kind"])
-        optimizers.load_groups_reshaped(self._optimizer, [saved["optimizer"]["groups"] for saved in objects])
+        self.optimizer_state.load_reshaped([saved["optimizer"] for saved in objects])
         self._load_hooks = lambda: load_all_reshaped(self._comm_hooks.states, [o["comm hooks"] for o in objects])
 
     def _reshaped_objects(self) -> Mapping[str, Stateful]:
@@ -145,10 +158,6 @@ class PlainState(LiveState):
         for parameter in (parameter for group in self._optimizer.param_groups for parameter in group["params"]):
             mine = as_real(local(parameter))
             yield ParameterRange(parameter, 0, mine, mine)
-
-    def _tensors_of(self, part: ParameterRange) -> dict[str, Any]:
-        state = self._optimizer.state.get(part.parameter, {})
-        return {n: as_real(local(value)) if isinstance(value, torch.Tensor) else value for n, value in state.items()}
 
     def _check_fence(self) -> None:
         writes_before, was_fenced, has_run = self._num_writes, self.is_fenced, self.has_run

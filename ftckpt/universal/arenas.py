@@ -8,22 +8,22 @@ after each read: an overwritten snapshot is an error, and never mixed with the n
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, ConvertError, FtckptError, LostError, MismatchError
-from ftckpt.memory.arena import CONTROL_NAME, Arena
-from ftckpt.memory.control_block import SealId
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.control_block import CONTROL_NAME, SealId
 from ftckpt.memory.directory import list_directories
-from ftckpt.memory.image import SlotImage
+from ftckpt.memory.image import SlotImage, Span
 from ftckpt.memory.inventory import ArenaReport, report_arena
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
@@ -34,7 +34,7 @@ from ftckpt.model.text import listed
 from ftckpt.model.topology import first_of_each_stage
 from ftckpt.restore.decide import newest_whole
 from ftckpt.universal.catalog import Catalog, Reader
-from ftckpt.universal.consolidation import MASTER, WEIGHT, master_of
+from ftckpt.universal.consolidation import derived_weights, master_of
 from ftckpt.universal.storage import CheckedOnce
 
 LOCAL = "local"
@@ -107,8 +107,7 @@ def snapshot_catalog(
     keys = {fragment.key for fragment in fragments}
     dtypes = {dtype for manifest in manifests for dtype in manifest.derived}
     dtype = precision or (dtypes.pop() if len(dtypes) == 1 else "")
-    weights = (WEIGHT + key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
-    derived = {weight: dtype for weight in weights if dtype and weight not in keys}
+    derived = derived_weights(keys, dtype)
     rounded_up = {key for manifest in manifests for key in manifest.padded}
     padded = rounded_up.intersection(keys) | {key for key in derived if master_of(key) in rounded_up}
     return Catalog(
@@ -122,30 +121,65 @@ def snapshot_catalog(
     )
 
 
-def read_catalog(
-    iteration: int,
-    manifests: Sequence[Manifest],
-    roles: Collection[str] | None,
-    read: Callable[[ShardFragment], Bytes],
-    load: Callable[[str], object],
-) -> tuple[Catalog, list[ShardFragment]]:
-    """The catalog of a snapshot with keys of ``roles`` (None: all), and the shard fragment of each of its fragments.
+class Shard(Protocol):
+    """One shard of a snapshot. Any thread may read."""
 
-    Args:
-        read: returns the bytes of a fragment.
-        load: returns the objects of a shard.
-    """
-    # Weights that are not stored are cast from their masters.
-    wanted = {*roles, "master"} if roles is not None and "weight" in roles else roles
-    entries = without_doubles(
-        logical_fragments(manifests, wanted), lambda entry: xxhash.xxh3_64_intdigest(read(entry).data)
-    )
-    objects = objects_by_shard(first_of_each_stage([manifest.shard for manifest in manifests]), load)
-    catalog = snapshot_catalog(iteration, manifests, entries, objects)
-    if roles is not None and "weight" not in roles:
-        # Weights that derive from requested masters were not requested.
-        catalog = replace(catalog, derived={}, padded=catalog.padded & {e.fragment.key for e in entries})
-    return catalog, entries
+    @property
+    def image(self) -> SlotImage: ...
+
+    def read(self, span: Span, key: str) -> Bytes:
+        """Verified bytes of the image; ``key`` names them in errors."""
+
+    def objects(self) -> object:
+        """The decoded objects, verified."""
+
+
+class ShardReader(Reader):
+    """Reads keys of ``roles`` (None: all) from all ``shards`` of a snapshot of ``iteration``."""
+
+    def __init__(self, iteration: int, shards: Mapping[str, Shard], roles: Collection[str] | None) -> None:
+        self._shards = shards
+        manifests = [shard.image.manifest for shard in shards.values()]
+        # Weights that are not stored are cast from their masters.
+        wanted = {*roles, "master"} if roles is not None and "weight" in roles else roles
+        self._entries = without_doubles(
+            logical_fragments(manifests, wanted),
+            lambda entry: xxhash.xxh3_64_intdigest(self._read(entry, 0, entry.fragment.nbytes).data),
+        )
+        objects = objects_by_shard(first_of_each_stage(list(shards)), lambda shard: shards[shard].objects())
+        self.catalog = snapshot_catalog(iteration, manifests, self._entries, objects)
+        if roles is not None and "weight" not in roles:
+            # Weights that derive from requested masters were not requested.
+            keys = {entry.fragment.key for entry in self._entries}
+            self.catalog = replace(self.catalog, derived={}, padded=self.catalog.padded & keys)
+
+    def read(self, index: int) -> Bytes:
+        return self.read_part(index, 0, self.catalog.fragments[index].nbytes)
+
+    def read_part(self, index: int, begin: int, end: int) -> Bytes:
+        if not self._shards:
+            raise ConvertError("the snapshot was closed")
+        return self._read(self._entries[index], begin, end)
+
+    def where(self, index: int) -> object:
+        return self._entries[index].shard
+
+    def close(self) -> None:
+        self._shards = {}
+
+    def _read(self, entry: ShardFragment, begin: int, end: int) -> Bytes:
+        shard = self._shards[entry.shard]
+        offset = shard.image.offsets[entry.index]
+        return shard.read(Span(offset + begin, offset + end), entry.fragment.key)
+
+
+def touched(chunks: Sequence[Span], wanted: Span) -> range:
+    """The chunks, which are sorted, that overlap ``wanted``."""
+    if not wanted.nbytes:
+        return range(0)
+    # The chunk that contains the first byte is the last one that starts at or before it.
+    first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
+    return range(first, bisect_left(chunks, wanted.end, key=lambda span: span.begin))
 
 
 def objects_by_shard(shards: Iterable[str], load: Callable[[str], object]) -> Mapping[str, object]:
@@ -176,7 +210,7 @@ class _Slot:
     seal_id: SealId | None
     snapshot: SnapshotId
     checked: CheckedOnce[int] = field(default_factory=CheckedOnce)
-    touched: bool = False
+    is_read: bool = False
 
     @property
     def image(self) -> SlotImage:
@@ -195,13 +229,43 @@ class _Slot:
                 "stop the job first, or save from inside it with Checkpointer.save_universal"
             )
 
+    def read(self, span: Span, key: str) -> Bytes:
+        """See ``Shard``."""
+        self.is_read = True
+        self.check()
+        hashes = self.arena.hashes(self.index)
+        if hashes is not None:
+            for chunk in touched(self.image.chunks, span):
+                self.checked.check(chunk, partial(self._compare, chunk, int(hashes[chunk]), key))
+        # Again: the job may have overwritten the slot during verification.
+        self.check()
+        data: Bytes = np.frombuffer(self.arena.slot(self.index), np.uint8)[span.begin : span.end]
+        return data
+
+    def _compare(self, chunk: int, expected: int, key: str) -> None:
+        if self.arena.hash_chunk(self.index, chunk) != expected:
+            self.check()  # an overwritten chunk is not a corrupt one
+            raise ConvertError(f"{self.where}: chunk {chunk}, which holds {key}, is corrupt; {_NO_PARITY}")
+
+    def objects(self) -> object:
+        """See ``Shard``."""
+        self.is_read = True
+        try:
+            encoded = bytes(self.arena.read_objects(self.index))
+            self.check()
+            if xxhash.xxh3_64_intdigest(encoded) != self.arena.control.record(self.index).objects_hash:
+                raise ConvertError(f"{self.where}: the objects are corrupt; {_NO_PARITY}")
+            return objects.decode(encoded)
+        except ArenaError as error:
+            raise ConvertError(f"{self.where}: the objects cannot be read: {error}") from None
+
 
 def recognises(path: Path) -> bool:
     """Whether ``path`` holds arenas: the directory of a job, of a node or of one arena, or a copy of one."""
     return bool(_arena_paths(path))
 
 
-class ArenaReader(Reader):
+class ArenaReader(ShardReader):
     """Reads the newest snapshot, or that of ``iteration``, of which ``paths`` hold all shards.
 
     ``paths`` are directories of nodes or jobs, or copies of them, which together hold every shard. ``roles``: the
@@ -220,23 +284,16 @@ class ArenaReader(Reader):
             self._slots = self._choose(paths, iteration)
             self._check_headers()
             snapshot = next(iter(self._slots.values())).snapshot
-            manifests = [slot.arena.manifest for slot in self._slots.values()]
-            self.catalog, self._entries = read_catalog(
-                snapshot.iteration, manifests, roles, self._read, self._load_objects
-            )
+            super().__init__(snapshot.iteration, self._slots, roles)
             self.confirm()
         except BaseException:  # the caller has no reader to close
             self.close()
             raise
 
-    def read(self, index: int) -> Bytes:
-        """Verifies the checksums of the fragment's chunks first."""
-        return self._read(self._entries[index])
-
     def confirm(self) -> None:
         """Checks every slot that was read."""
         for slot in self._slots.values():
-            if slot.touched:
+            if slot.is_read:
                 slot.check()
 
     def fingerprint(self) -> str:
@@ -245,6 +302,7 @@ class ArenaReader(Reader):
         return ",".join(sorted({f"{snapshot}:{sequence}" for snapshot, sequence in ids}))
 
     def close(self) -> None:
+        super().close()
         for arena in self._arenas.values():
             arena.close()
         self._arenas = {}
@@ -296,47 +354,6 @@ class ArenaReader(Reader):
             log.warning(
                 "ftckpt: %s: not verified: the SMP has not computed checksums of the slots yet", listed(unchecked)
             )
-
-    def _read(self, entry: ShardFragment) -> Bytes:
-        slot = self._slots[entry.shard]
-        slot.touched = True
-        begin = slot.image.offsets[entry.index]
-        end = begin + entry.fragment.nbytes
-        slot.check()
-        self._verify(slot, begin, end, entry.fragment.key)
-        # Again: the job may have overwritten the slot during verification.
-        slot.check()
-        data: Bytes = np.frombuffer(slot.arena.slot(slot.index), np.uint8)[begin:end]
-        return data
-
-    def _verify(self, slot: _Slot, begin: int, end: int, key: str) -> None:
-        hashes = slot.arena.hashes(slot.index)
-        if hashes is None:
-            return
-        chunks = slot.image.chunks
-        # Chunks are sorted: the one that contains ``begin`` is the last that starts at or before it.
-        first = bisect_right(chunks, begin, key=lambda span: span.begin) - 1
-        for chunk in range(first, len(chunks) if begin < end else 0):
-            if chunks[chunk].begin >= end:
-                break
-            slot.checked.check(chunk, partial(self._compare, slot, chunk, int(hashes[chunk]), key))
-
-    def _compare(self, slot: _Slot, chunk: int, expected: int, key: str) -> None:
-        if slot.arena.hash_chunk(slot.index, chunk) != expected:
-            slot.check()  # an overwritten chunk is not a corrupt one
-            raise ConvertError(f"{slot.where}: chunk {chunk}, which holds {key}, is corrupt; {_NO_PARITY}")
-
-    def _load_objects(self, shard: str) -> Any:
-        slot = self._slots[shard]
-        slot.touched = True
-        try:
-            encoded = bytes(slot.arena.read_objects(slot.index))
-            slot.check()
-            if xxhash.xxh3_64_intdigest(encoded) != slot.arena.control.record(slot.index).objects_hash:
-                raise ConvertError(f"{slot.where}: the objects of {shard} are corrupt; {_NO_PARITY}")
-            return objects.decode(encoded)
-        except ArenaError as error:
-            raise ConvertError(f"{slot.where}: the objects of {shard} cannot be read: {error}") from None
 
 
 def _arena_paths(path: Path) -> list[Path]:

@@ -7,22 +7,28 @@ Keys are ``ROLE/LOGICAL``: ``weight/``, ``master/``, one per optimizer state (``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, TORCH_NAMES, Box, Fragment, Shape
-from ftckpt.universal.storage import Destination
+from ftckpt.universal.storage import Destination, fingerprint_of
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 WEIGHTS_ALONE = frozenset({"weight", "buffer"})
 """Roles of a checkpoint without an optimizer."""
+
+
+def needs_optimizer(roles: Collection[str] | None) -> bool:
+    """Whether some of ``roles`` (None: all) are optimizer state."""
+    return roles is None or not WEIGHTS_ALONE.issuperset(roles)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,50 @@ class Reader(Protocol):
     def close(self) -> None:
         """Release all files, and with them all bytes that ``read`` returned."""
         ...
+
+
+class Stored(NamedTuple):
+    """A fragment, the file that holds it, and the function that reads and verifies its bytes.
+
+    ``padded``, ``average``: whether the catalog lists the key there.
+    """
+
+    fragment: Fragment
+    file: Path
+    read: Callable[[], Bytes]
+    padded: bool = False
+    average: bool = False
+
+
+class FileReader(Reader):
+    """A reader of the checkpoint at ``path``, which is in ``files``; ``described``: the catalog's other fields.
+
+    Subclasses raise ConvertError if the checkpoint is incomplete, invalid or not supported; the text names the file.
+    """
+
+    def __init__(self, path: Path, stored: Iterable[Stored], files: Iterable[Path], **described: Any) -> None:
+        self._path, self._stored, self._files = path, list(stored), list(files)
+        self.catalog = Catalog(
+            fragments=tuple(each.fragment for each in self._stored),
+            padded=frozenset(each.fragment.key for each in self._stored if each.padded),
+            average=frozenset(each.fragment.key for each in self._stored if each.average),
+            **described,
+        )
+
+    def read(self, index: int) -> Bytes:
+        if not self._stored:
+            raise ConvertError(f"{self._path}: was closed")
+        return self._stored[index].read()
+
+    def where(self, index: int) -> Path:
+        return self._stored[index].file
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self._files)
+
+    def close(self) -> None:
+        # Files stay mapped as long as something that reads them exists.
+        self._stored = []
 
 
 @dataclass(frozen=True, order=True)

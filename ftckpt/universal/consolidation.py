@@ -5,7 +5,7 @@ Weights that a checkpoint omits because they are casts of its masters are derive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ftckpt.array_types import Array, Bytes
 from ftckpt.errors import ConvertError, LostError
-from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
+from ftckpt.model.fragment import Fragment
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import cast_master
 from ftckpt.restore.plan import StridedCopy, overlap, plan
@@ -63,13 +63,12 @@ class Consolidator:
             return self._compared(need)
         rows: Bytes | None = None
         for index, copies in self._touching(need):
-            low, high = _extent(copies)
+            low, high = min(copy.source for copy in copies), max(copy.source_end for copy in copies)
             data = self._reader.read_part(index, low * need.item_bytes, high * need.item_bytes)
             if len(copies) == 1 and copies[0][2:] == ((need.numel,), (1,), (1,)):  # contiguous in one fragment
                 return data
             rows = np.empty(need.nbytes, np.uint8) if rows is None else rows
-            moved = [copy._replace(source=copy.source - low) for copy in copies]
-            copy_strided(moved, data, rows, need.item_bytes)
+            copy_strided(copies, data, rows, need.item_bytes, source_begin=low)
         return np.empty(0, np.uint8) if rows is None else rows
 
     def _check_complete(self) -> None:
@@ -176,11 +175,18 @@ def refuse_remainders(tensors: Iterable[Tensor]) -> None:
             )
 
 
-def lacking_weight(tensors: Iterable[Tensor]) -> str | None:
-    """The name of a parameter with a master and no weight, if there is one."""
-    keys = {tensor.key for tensor in tensors}
-    names = (key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
-    return next((name for name in names if WEIGHT + name not in keys), None)
+def derived_weights(keys: Collection[str], dtype: str) -> dict[str, str]:
+    """The weights that are not among ``keys`` and whose masters are, sorted, with their type; none if that is ""."""
+    weights = (WEIGHT + key.removeprefix(MASTER) for key in sorted(keys) if key.startswith(MASTER))
+    return {weight: dtype for weight in weights if dtype and weight not in keys}
+
+
+def require_weights(tensors: Iterable[Tensor]) -> None:
+    """Raises ConvertError if a parameter has a master and no weight."""
+    for weight in derived_weights({tensor.key for tensor in tensors}, "lacking"):
+        raise ConvertError(
+            f"the source has no weights of {weight.removeprefix(WEIGHT)}, and no type to cast masters to"
+        )
 
 
 def cast(data: Bytes, from_dtype: str, to_dtype: str) -> Bytes:
@@ -198,21 +204,15 @@ def master_of(key: str) -> str:
     return MASTER + key.removeprefix(WEIGHT)
 
 
-def _extent(copies: Sequence[StridedCopy]) -> tuple[int, int]:
-    """The range of source elements that ``copies`` read: first, and last (exclusive)."""
-    ends = (
-        copy.source + sum((n - 1) * stride for n, stride in zip(copy.shape, copy.source_strides, strict=True)) + 1
-        for copy in copies
-    )
-    return min(copy.source for copy in copies), max(ends)
-
-
-def copy_strided(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> None:
-    """Perform ``copies`` of elements of ``item_bytes`` between two flat buffers."""
+def copy_strided(
+    copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int, *, source_begin: int = 0,
+    dest_begin: int = 0,
+) -> None:  # fmt: skip
+    """Perform ``copies`` of elements of ``item_bytes`` between two flat buffers, which start at these elements."""
     from_items, to_items = _items(source, item_bytes), _items(dest, item_bytes)
     for copy in copies:
-        from_view = _view(from_items, copy.source, copy.shape, copy.source_strides)
-        _view(to_items, copy.dest, copy.shape, copy.dest_strides)[...] = from_view
+        from_view = _view(from_items, copy.source - source_begin, copy.shape, copy.source_strides)
+        _view(to_items, copy.dest - dest_begin, copy.shape, copy.dest_strides)[...] = from_view
 
 
 def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item_bytes: int) -> bool:
@@ -225,26 +225,6 @@ def _same_copies(copies: Iterable[StridedCopy], source: Bytes, dest: Bytes, item
         )
         for copy in copies
     )
-
-
-def take(data: Bytes, shape: Sequence[int], box: Box, start: int, stop: int) -> Bytes:
-    """The elements of ``box`` in ``data``, which holds elements ``start`` to ``stop`` of a flattened tensor of
-    ``shape``; a view of ``data`` if they are contiguous."""
-    if start >= stop:
-        return data[:0]
-    # Only the size of an element matters: any type of that size will do.
-    item_bytes = len(data) // (stop - start)
-    dtype = next(dtype for dtype, nbytes in DTYPE_BYTES.items() if nbytes == item_bytes)
-    have = Fragment("", dtype, tuple(shape), Box((0,) * len(shape), tuple(shape)), start, stop)
-    copies = overlap(have, Fragment.whole("", dtype, tuple(shape), box))
-    numel = sum(copy.numel for copy in copies)
-    if len(copies) == 1 and copies[0].source_strides == (1,):
-        return data[copies[0].source * item_bytes : (copies[0].source + numel) * item_bytes]
-    first = min((copy.dest for copy in copies), default=0)  # in the box they are one range
-    taken: Bytes = np.empty(numel * item_bytes, np.uint8)
-    moved = [copy._replace(dest=copy.dest - first) for copy in copies]
-    copy_strided(moved, data, taken, item_bytes)
-    return taken
 
 
 def _items(data: Bytes, item_bytes: int) -> Array:

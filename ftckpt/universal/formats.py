@@ -118,8 +118,8 @@ _WRITERS: dict[str, Callable[[Path, int], Writer]] = {
 
 _NUMBER = re.compile(r"\d+$")
 """The iteration in the name of a checkpoint's directory."""
-_SHOWN_BY = {"ftckpt": "'ftckpt inspect'", "ftckpt-snapshot": "'ftckpt list' and 'ftckpt verify'"}
-"""The commands that show snapshots."""
+_OURS = ("ftckpt", "ftckpt-snapshot")
+"""Formats of snapshots, which commands show."""
 
 _DAMAGES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, RuntimeError, TypeError, ValueError,
@@ -184,8 +184,8 @@ def description(path: Path) -> str:
     except (ConvertError, OSError):
         return ""
     title = _FORMATS[name].title
-    if name in _SHOWN_BY:
-        return f"has {title}: {_SHOWN_BY[name]} show them"
+    if name in _OURS:
+        return f"has {title}: 'ftckpt list' and 'ftckpt verify' show them"
     if number := _NUMBER.search(newest):
         title += f" of iteration {int(number[0])}"
     return f"has {title}, not ftckpt snapshots: 'ftckpt convert' reads it"

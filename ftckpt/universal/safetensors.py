@@ -8,18 +8,31 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
-from ftckpt.universal.catalog import WEIGHTS_ALONE, Catalog, Get, Reader, Rows, Tensor, Unit, Writer, whole_fragment
-from ftckpt.universal.consolidation import lacking_weight, with_derived
-from ftckpt.universal.storage import Destination, explained, fingerprint_of, map_file
+from ftckpt.universal.catalog import (
+    WEIGHTS_ALONE,
+    Catalog,
+    FileReader,
+    Get,
+    Rows,
+    Stored,
+    Tensor,
+    Unit,
+    Writer,
+    whole_fragment,
+)
+from ftckpt.universal.consolidation import require_weights, with_derived
+from ftckpt.universal.storage import Destination, explained, map_file
 
 SUFFIX = ".safetensors"
 CHECKSUMS = "xxh3-64"
@@ -160,70 +173,6 @@ def checksum(data: Bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data.data)
 
 
-class TensorFile:
-    """Writes a safetensors file from its first tensor to its last: ``put`` in file order, then ``end``.
-
-    With ``checksums`` the metadata has the key ``xxh3-64``: JSON that maps each name to its checksum.
-    """
-
-    def __init__(
-        self, file: BinaryIO, names: Mapping[str, Tensor], metadata: Mapping[str, str], checksums: bool
-    ) -> None:
-        self._file = file
-        self._names = names
-        self._metadata = metadata
-        # Reversed: the next tensor is last, where a list pops cheaply.
-        self._left = [(name, tensor.nbytes) for name, tensor in reversed(list(names.items()))]
-        self._hash = xxhash.xxh3_64()
-        # Placeholders of the final length: ``end`` overwrites the header in place.
-        self._hashes = dict.fromkeys(names, "0" * 16) if checksums else {}
-        file.write(self._header())
-        self._skip_empty()
-
-    def put(self, data: Bytes) -> None:
-        """Append bytes of the current tensor, not beyond its end."""
-        name, left = self._left[-1]
-        if len(data) > left:
-            raise ValueError(f"{len(data)} bytes for {name}, which lacks {left}")
-        self._file.write(data.data)
-        self._hash.update(data.data)
-        self._left[-1] = (name, left - len(data))
-        self._skip_empty()
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor is written."""
-        return not self._left
-
-    def end(self) -> None:
-        """Write the header's checksums, after the last tensor. The caller closes the file."""
-        if self._left:
-            raise ValueError(f"{self._left[-1][0]} lacks {self._left[-1][1]} bytes")
-        if self._hashes:
-            self._file.seek(0)
-            self._file.write(self._header())
-
-    def _skip_empty(self) -> None:
-        # A loop: the next tensors may be empty.
-        while self._left and self._left[-1][1] == 0:
-            name, _ = self._left.pop()
-            if self._hashes:
-                self._hashes[name] = self._hash.hexdigest()
-            self._hash.reset()
-
-    def _header(self) -> bytes:
-        more = {CHECKSUMS: json.dumps(self._hashes, separators=(",", ":"))} if self._hashes else {}
-        return header(self._names, {**self._metadata, **more})
-
-
-def write_unit(file: TensorFile, unit: Unit, get: Get) -> None:
-    """Write all rows of ``unit``, in the order of its parts, and end the file."""
-    for part in unit.parts:
-        for first, last in strips(part):
-            file.put(get(part.tensor, first, last))
-    file.end()
-
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -232,41 +181,24 @@ def recognises(path: Path) -> bool:
     return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
-class WeightsReader(Reader):
-    """Reads the tensors in the directory ``path``, each as ``weight/NAME``: the files do not mark buffers.
-
-    Raises:
-        ConvertError: a file that the index names is missing or corrupt, or contradicts the index.
-    """
+class WeightsReader(FileReader):
+    """Reads the tensors in the directory ``path``, each as ``weight/NAME``: the files do not mark buffers."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         index = _index(path) if (path / INDEX).is_file() else None
-        self._data: dict[str, Bytes] = {}
-        self._places: list[tuple[str, HeaderEntry]] = []
-        file_of: dict[str, str] = {}
-        fragments = []
-        for file in sorted(set(index.values())) if index is not None else [SINGLE]:
-            self._data[file] = map_file(path / file)
-            entries, _ = parse_header(self._data[file], str(path / file))
-            for name, entry in entries.items():
-                file_of[name] = file
-                fragments.append(whole_fragment(f"weight/{name}", entry.dtype, entry.shape))
-                self._places.append((file, entry))
+        files = [path / file for file in sorted(set(index.values()))] if index is not None else [path / SINGLE]
+        stored, file_of = [], {}
+        for file in files:
+            data = map_file(file)
+            entries, _ = parse_header(data, str(file))
+            for name, (dtype, shape, begin, end) in entries.items():
+                file_of[name] = file.name
+                fragment = whole_fragment(f"weight/{name}", dtype, shape)
+                stored.append(Stored(fragment, file, partial(np.asarray, data[begin:end])))
         if index is not None and index != file_of:
             wrong = min(name for name in index.keys() | file_of.keys() if index.get(name) != file_of.get(name))
             raise ConvertError(f"{path / INDEX}: contradicts the files about weight/{wrong}")
-        self.catalog = Catalog("safetensors", 0, {}, tuple(fragments), {})
-
-    def read(self, index: int) -> Bytes:
-        file, entry = self._places[index]
-        return self._data[file][entry.begin : entry.end]
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(self._path / file for file in self._data)
-
-    def close(self) -> None:
-        self._data = {}
+        super().__init__(path, stored, files, origin="safetensors", iteration=0, layout={}, objects={})
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -280,36 +212,64 @@ def _index(path: Path) -> dict[str, str]:
         raise ConvertError(f"{where}: not a valid index of safetensors files: {error}") from None
 
 
-class WeightsWriter(Writer):
-    """Writes weights and buffers alone into a directory ``path`` of safetensors files.
+class SafetensorsWriter(Writer):
+    """Writes complete tensors into a directory ``path`` of safetensors files of at most ``max_file_bytes``.
 
-    A single file is named ``model.safetensors``; several come with a ``model.safetensors.index.json``.
+    ``metadata``: of each file. ``checksums``: tensors have their keys there, and the metadata has ``xxh3-64``: JSON
+    that maps each key to its checksum. Otherwise tensors have the model's names.
     """
+
+    metadata: Mapping[str, str]
+    checksums: bool
 
     def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self.destination = Destination(path)
         self._max_file_bytes = max_file_bytes
 
+    def memory(self, unit: Unit) -> int:
+        return strip_memory(unit)
+
+    def write(self, unit: Unit, get: Get) -> None:
+        tensors = {part.tensor.key if self.checksums else part.tensor.name: part.tensor for part in unit.parts}
+        # Placeholders of the final length: the header is overwritten in place.
+        hashes = dict.fromkeys(tensors, "0" * 16)
+        with self.destination.file(unit.name) as file:
+            file.write(self._header(tensors, hashes))
+            for name, tensor in tensors.items():
+                digest = xxhash.xxh3_64()
+                for first, last in strips(Rows.whole(tensor)):
+                    data = get(tensor, first, last).data
+                    file.write(data)
+                    digest.update(data)
+                hashes[name] = digest.hexdigest()
+            file.seek(0)
+            file.write(self._header(tensors, hashes))
+
+    def _header(self, tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> bytes:
+        more = {CHECKSUMS: json.dumps(hashes, separators=(",", ":"))} if self.checksums else {}
+        return header(tensors, {**self.metadata, **more})
+
+
+class WeightsWriter(SafetensorsWriter):
+    """Writes weights and buffers alone.
+
+    A single file is named ``model.safetensors``; several come with a ``model.safetensors.index.json``.
+    """
+
+    metadata: Mapping[str, str] = {"format": "pt"}
+    checksums = False
+
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
         stored = with_derived(catalog, tensors)
         wanted = [tensor for tensor in stored if tensor.role in WEIGHTS_ALONE]
-        lacking = lacking_weight(stored)
-        if lacking or not wanted:
-            what = lacking or "any tensor"
-            raise ConvertError(f"the source has no weights of {what}, and no type to cast masters to")
+        require_weights(stored)
+        if not wanted:
+            raise ConvertError("the source has no weights, and no masters to cast")
         if len({tensor.name for tensor in wanted}) != len(wanted):
             raise ConvertError("a buffer has the name of a weight: the format cannot hold both")
         units = units_of("model", wanted, self._max_file_bytes)
         # transformers requires this name if there is no index.
         return [replace(units[0], name=SINGLE)] if len(units) == 1 else units
-
-    def memory(self, unit: Unit) -> int:
-        return strip_memory(unit)
-
-    def write(self, unit: Unit, get: Get) -> None:
-        names = {part.tensor.name: part.tensor for part in unit.parts}
-        with self.destination.file(unit.name) as file:
-            write_unit(TensorFile(file, names, {"format": "pt"}, checksums=False), unit, get)
 
     def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
         if len(units) > 1:

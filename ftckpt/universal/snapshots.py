@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from ftckpt.array_types import Bytes
+from ftckpt.array_types import Buffer, Bytes
 from ftckpt.errors import ConvertError, CorruptError, StorageError
-from ftckpt.memory.image import Span
+from ftckpt.memory.image import SlotImage, Span
 from ftckpt.model import objects
 from ftckpt.model.lineage import UNKNOWN, Lineage, is_past
 from ftckpt.model.snapshot import SnapshotId
@@ -25,8 +23,7 @@ from ftckpt.persist.paths import is_manifest
 from ftckpt.persist.retention import void_of
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
-from ftckpt.universal.arenas import ShardFragment, read_catalog
-from ftckpt.universal.catalog import Reader
+from ftckpt.universal.arenas import ShardReader, touched
 from ftckpt.universal.storage import CheckedOnce, explained, map_file
 
 log = logging.getLogger("ftckpt")
@@ -42,15 +39,42 @@ def recognises(path: Path) -> bool:
 
 @dataclass
 class _File:
-    """A shard's mapped file, and its verified chunks."""
+    """A shard's mapped file, and its verified chunks. ``unpacked``: decompresses a chunk; all files have the same."""
 
     path: Path
     data: Bytes
     shard: ShardFile
+    unpacked: Callable[[ShardFile, int], Buffer]
     checked: CheckedOnce[int] = field(default_factory=CheckedOnce)
 
+    @property
+    def image(self) -> SlotImage:
+        return self.shard.image
 
-class SnapshotReader(Reader):
+    def read(self, span: Span, key: str) -> Bytes:
+        """See ``Shard``."""
+        chunks, parts = touched(self.image.chunks, span), list[Bytes]()
+        try:
+            if self.shard.entry.frames is None:
+                for chunk in chunks:
+                    self.checked.check(chunk, partial(self.shard.chunk, chunk))
+                return self.data[span.begin : span.end]
+            for chunk in chunks:
+                data, at = np.frombuffer(self.unpacked(self.shard, chunk), np.uint8), self.image.chunks[chunk].begin
+                parts.append(data[max(0, span.begin - at) : span.end - at])
+        except StorageError as error:
+            raise ConvertError(f"{error}: {key} is corrupt") from None
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
+
+    def objects(self) -> object:
+        """See ``Shard``."""
+        try:
+            return objects.decode(bytes(self.shard.objects()))
+        except (StorageError, CorruptError) as error:
+            raise ConvertError(f"{self.path}: the objects: {error}") from None
+
+
+class SnapshotReader(ShardReader):
     """Reads the snapshot at ``path``; of a directory of several that of ``iteration``, or the newest valid one.
 
     Each chunk is verified when it is first read.
@@ -60,93 +84,37 @@ class SnapshotReader(Reader):
     """
 
     def __init__(self, path: Path, iteration: int | None = None, roles: Collection[str] | None = None) -> None:
-        self._path = path = _choose(path, iteration)
+        path = _choose(path, iteration)
         where = path / MANIFEST_NAME
         with explained(where):
             self._manifest = where.read_bytes()
         try:
-            self.stored = StoredSnapshot.decode(self._manifest, str(where))
+            stored = StoredSnapshot.decode(self._manifest, str(where))
+            if stored.layout.get("dcp"):
+                raise ConvertError(
+                    f"{path}: is of torch.distributed.checkpoint: load it with ftckpt.dcp.StorageReader"
+                )
+            # One cache for all files: it limits the memory.
+            unpacked = lru_cache(_UNPACKED)(ShardFile.chunk)
+            files = {shard: _open(path, shard, entry, unpacked) for shard, entry in stored.shards.items()}
         except StorageError as error:
             raise ConvertError(str(error)) from None
-        if self.stored.snapshot in _voided(path.parent):  # the user named it: read it all the same
+        if stored.snapshot in _voided(path.parent):  # the user named it: read it all the same
             log.warning("ftckpt: %s was invalidated and is about to be removed", path)
-        self._files = {shard: self._open(shard, entry) for shard, entry in self.stored.shards.items()}
-        self._unpacked = lru_cache(_UNPACKED)(self._chunk)
-        self.catalog, self._entries = read_catalog(
-            self.stored.snapshot.iteration,
-            [file.shard.image.manifest for file in self._files.values()],
-            roles,
-            lambda entry: self._read(entry, 0, entry.fragment.nbytes),
-            self._objects,
-        )
-
-    def read(self, index: int) -> Bytes:
-        return self.read_part(index, 0, self._entries[index].fragment.nbytes)
-
-    def read_part(self, index: int, begin: int, end: int) -> Bytes:
-        if not self._files:
-            raise ConvertError(f"{self._path}: was closed")
-        return self._read(self._entries[index], begin, end)
-
-    def where(self, index: int) -> object:
-        return self._entries[index].shard
+        super().__init__(stored.snapshot.iteration, files, roles)
 
     def fingerprint(self) -> str:
         """The checksum of the manifest, which has those of all chunks."""
         return xxhash.xxh3_64_hexdigest(self._manifest)
 
-    def close(self) -> None:
-        self._files = {}
-        self._unpacked.cache_clear()
 
-    def _open(self, shard: str, entry: StoredShard) -> _File:
-        path = self._path / entry.file
-        data = map_file(path)
-        if path.parent != self._path or len(data) != entry.nbytes:
-            raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {entry.nbytes}")
-        try:
-            return _File(
-                path, data, ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)
-            )
-        except StorageError as error:
-            raise ConvertError(str(error)) from None
-
-    def _read(self, entry: ShardFragment, begin: int, end: int) -> Bytes:
-        file, image = self._files[entry.shard], self._files[entry.shard].shard.image
-        offset = image.offsets[entry.index]
-        wanted = Span(offset + begin, offset + end)
-        chunks, parts = _touched(image.chunks, wanted), list[Bytes]()
-        try:
-            if file.shard.entry.frames is None:
-                for chunk in chunks:
-                    file.checked.check(chunk, partial(file.shard.chunk, chunk))
-                return file.data[wanted.begin : wanted.end]
-            for chunk in chunks:
-                data, at = np.frombuffer(self._unpacked(entry.shard, chunk), np.uint8), image.chunks[chunk].begin
-                parts.append(data[max(0, wanted.begin - at) : wanted.end - at])
-        except StorageError as error:
-            raise ConvertError(f"{error}: {entry.fragment.key} is corrupt") from None
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
-
-    def _chunk(self, shard: str, number: int) -> memoryview:
-        return memoryview(self._files[shard].shard.chunk(number))
-
-    def _objects(self, shard: str) -> Any:
-        file = self._files[shard]
-        try:
-            return objects.decode(bytes(file.shard.objects()))
-        except StorageError as error:
-            raise ConvertError(f"the objects of {shard}: {error}") from None
-        except CorruptError as error:
-            raise ConvertError(f"{file.path}: the objects of {shard}: {error}") from None
-
-
-def _touched(chunks: Sequence[Span], wanted: Span) -> range:
-    """The chunks that overlap ``wanted``."""
-    if not wanted.nbytes:
-        return range(0)
-    first = bisect_right(chunks, wanted.begin, key=lambda span: span.begin) - 1
-    return range(first, bisect_left(chunks, wanted.end, key=lambda span: span.begin))
+def _open(folder: Path, shard: str, entry: StoredShard, unpacked: Callable[[ShardFile, int], Buffer]) -> _File:
+    path = folder / entry.file
+    data = map_file(path)
+    if path.parent != folder or len(data) != entry.nbytes:
+        raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {entry.nbytes}")
+    file = ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)
+    return _File(path, data, file, unpacked)
 
 
 def _folders(path: Path) -> dict[int, Path]:

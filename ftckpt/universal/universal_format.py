@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
@@ -17,21 +17,18 @@ from ftckpt.errors import ConvertError, CorruptError, FtckptError
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
 from ftckpt.model.text import with_article
-from ftckpt.universal.catalog import Catalog, Get, Reader, Tensor, Unit, Writer, whole_fragment
+from ftckpt.universal.catalog import Catalog, FileReader, Stored, Tensor, Unit, whole_fragment
 from ftckpt.universal.consolidation import with_derived
 from ftckpt.universal.safetensors import (
     CHECKSUMS,
-    MAX_FILE_BYTES,
     SUFFIX,
     HeaderEntry,
-    TensorFile,
+    SafetensorsWriter,
     checksum,
     parse_header,
-    strip_memory,
     units_of,
-    write_unit,
 )
-from ftckpt.universal.storage import PARTIAL, CheckedOnce, Destination, explained, map_file
+from ftckpt.universal.storage import PARTIAL, CheckedOnce, explained, map_file
 
 FORMAT = "ftckpt-universal"
 VERSION = 1
@@ -55,10 +52,6 @@ class TensorEntry:
     shape: Shape
     file: str
     checksum: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES or min(self.shape, default=0) < 0:
@@ -175,91 +168,85 @@ def recognises(path: Path) -> bool:
         return False
 
 
-class UniversalReader(Reader):
+class UniversalReader(FileReader):
     """Reads the checkpoint in the directory ``path``; each tensor is verified when it is first read.
 
     The catalog has one fragment per tensor, all of it.
-
-    Raises:
-        ConvertError: incomplete, of another format version, or a file is missing, has another size, or contradicts
-            the manifest.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self.manifest = manifest = _read_manifest(path)
-        self._data = {name: self._open(name, file.nbytes) for name, file in manifest.files.items()}
-        headers = {name: self._header(name) for name in self._data if name.endswith(SUFFIX)}
-        self._keys = tuple(manifest.tensors)
-        self._places = [self._place(key, headers) for key in self._keys]
-        self._checked = CheckedOnce[int]()
-        self.catalog = Catalog(
+        data = {name: _open(path / name, file.nbytes) for name, file in manifest.files.items()}
+        headers = {name: _header(path / name, data[name], manifest) for name in data if name.endswith(SUFFIX)}
+        checked = CheckedOnce[str]()
+        stored = []
+        for key, entry in manifest.tensors.items():
+            begin, end = _place(path / entry.file, key, entry, headers.get(entry.file, {}))
+            read = partial(_verified, checked, f"{path / entry.file}: {key}", entry, data[entry.file][begin:end])
+            fragment = whole_fragment(key, entry.dtype, entry.shape)
+            stored.append(Stored(fragment, path / entry.file, read, key in manifest.padded))
+        objects = _objects(data[OBJECTS_NAME], path / OBJECTS_NAME, manifest.files[OBJECTS_NAME].checksum)
+        super().__init__(
+            path,
+            stored,
+            [path / MANIFEST_NAME],
             origin="universal",
             iteration=manifest.iteration,
             layout=manifest.layout,
-            fragments=tuple(whole_fragment(key, entry.dtype, entry.shape) for key, entry in manifest.tensors.items()),
-            objects=self._objects(),
-            padded=manifest.padded,
+            objects=objects,
             derived=manifest.derived,
         )
-
-    def read(self, index: int) -> Bytes:
-        key, place = self._keys[index], self._places[index]
-        entry = self.manifest.tensors[key]
-        if entry.file not in self._data:
-            raise ConvertError(f"{self._path}: was closed")
-        data = self._data[entry.file][place.begin : place.end]
-        self._checked.check(index, lambda: self._compare(index, data))
-        return data
-
-    def _compare(self, index: int, data: Bytes) -> None:
-        key = self._keys[index]
-        entry = self.manifest.tensors[key]
-        if checksum(data) != entry.checksum:
-            where = f"{self._path / entry.file}: {key}"
-            raise ConvertError(f"{where} is corrupt: its bytes do not match their checksum")
 
     def fingerprint(self) -> str:
         """The checksum of the manifest, which has those of all tensors."""
         return checksum(map_file(self._path / MANIFEST_NAME))
 
-    def close(self) -> None:
-        self._data = {}
 
-    def _open(self, name: str, nbytes: int) -> Bytes:
-        data = map_file(self._path / name)
-        if len(data) != nbytes:
-            raise ConvertError(f"{self._path / name}: has {len(data)} bytes, {MANIFEST_NAME} lists {nbytes}")
-        return data
+def _verified(checked: CheckedOnce[str], where: str, entry: TensorEntry, data: Bytes) -> Bytes:
+    def compare() -> None:
+        if checksum(data) != entry.checksum:
+            raise ConvertError(f"{where} is corrupt: its bytes do not match their checksum")
 
-    def _header(self, name: str) -> dict[str, HeaderEntry]:
-        entries, _ = parse_header(self._data[name], str(self._path / name))
-        unknown = sorted(entries.keys() - self.manifest.tensors.keys())
-        if unknown:
-            raise ConvertError(f"{self._path / name}: {unknown[0]} is not in {MANIFEST_NAME}")
-        return entries
+    checked.check(where, compare)
+    return data
 
-    def _place(self, key: str, headers: Mapping[str, Mapping[str, HeaderEntry]]) -> HeaderEntry:
-        listed = self.manifest.tensors[key]
-        entry = headers.get(listed.file, {}).get(key)
-        if entry is None:
-            raise ConvertError(f"{self._path / listed.file}: {key}, which {MANIFEST_NAME} lists, is missing")
-        if (entry.dtype, entry.shape) != (listed.dtype, listed.shape):
-            there, right = (f"{each.dtype} {list(each.shape)}" for each in (entry, listed))
-            raise ConvertError(f"{self._path / listed.file}: {key} is {there}, {MANIFEST_NAME} lists {right}")
-        return entry
 
-    def _objects(self) -> Mapping[str, object]:
-        data, where = self._data[OBJECTS_NAME], self._path / OBJECTS_NAME
-        if checksum(data) != self.manifest.files[OBJECTS_NAME].checksum:
-            raise ConvertError(f"{where}: corrupt: its bytes do not match their checksum")
-        try:
-            value = objects.decode(data.data)
-        except CorruptError as error:
-            raise ConvertError(f"{where}: {error}") from None
-        if not isinstance(value, dict):
-            raise ConvertError(f"{where}: holds {with_article(type(value).__name__)}, not a mapping")
-        return value
+def _open(path: Path, nbytes: int) -> Bytes:
+    data = map_file(path)
+    if len(data) != nbytes:
+        raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {nbytes}")
+    return data
+
+
+def _header(path: Path, data: Bytes, manifest: UniversalManifest) -> dict[str, HeaderEntry]:
+    entries, _ = parse_header(data, str(path))
+    unknown = sorted(entries.keys() - manifest.tensors.keys())
+    if unknown:
+        raise ConvertError(f"{path}: {unknown[0]} is not in {MANIFEST_NAME}")
+    return entries
+
+
+def _place(path: Path, key: str, listed: TensorEntry, entries: Mapping[str, HeaderEntry]) -> tuple[int, int]:
+    """The range of a tensor's bytes in its file."""
+    entry = entries.get(key)
+    if entry is None:
+        raise ConvertError(f"{path}: {key}, which {MANIFEST_NAME} lists, is missing")
+    if (entry.dtype, entry.shape) != (listed.dtype, listed.shape):
+        there, right = (f"{each.dtype} {list(each.shape)}" for each in (entry, listed))
+        raise ConvertError(f"{path}: {key} is {there}, {MANIFEST_NAME} lists {right}")
+    return entry.begin, entry.end
+
+
+def _objects(data: Bytes, where: Path, right: str) -> Mapping[str, object]:
+    if checksum(data) != right:
+        raise ConvertError(f"{where}: corrupt: its bytes do not match their checksum")
+    try:
+        value = objects.decode(data.data)
+    except CorruptError as error:
+        raise ConvertError(f"{where}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConvertError(f"{where}: holds {with_article(type(value).__name__)}, not a mapping")
+    return value
 
 
 def _read_manifest(path: Path) -> UniversalManifest:
@@ -272,33 +259,14 @@ def _read_manifest(path: Path) -> UniversalManifest:
         return UniversalManifest.decode(where.read_bytes(), str(where))
 
 
-class UniversalWriter(Writer):
-    """Writes a universal checkpoint at ``path``. Derived weights of the source are cast and stored.
+class UniversalWriter(SafetensorsWriter):
+    """Writes a universal checkpoint. Derived weights of the source are cast and stored."""
 
-    ``weights=False``: they are not stored but listed as derived in the manifest.
-    """
-
-    def __init__(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, weights: bool = True) -> None:
-        self.destination = Destination(path)
-        self._max_file_bytes = max_file_bytes
-        self._weights = weights
+    metadata: Mapping[str, str] = {"format": FORMAT, "version": str(VERSION)}
+    checksums = True
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
-        wanted = with_derived(catalog, tensors) if self._weights else tensors
-        return units_of("tensors", wanted, self._max_file_bytes)
-
-    def memory(self, unit: Unit) -> int:
-        return strip_memory(unit)
-
-    def write(self, unit: Unit, get: Get) -> None:
-        with self.destination.file(unit.name) as file:
-            write_unit(self.begin_file(unit, file), unit, get)
-
-    @staticmethod
-    def begin_file(unit: Unit, file: BinaryIO) -> TensorFile:
-        """Start the file of a unit; its tensors follow in the order of its parts."""
-        names = {part.tensor.key: part.tensor for part in unit.parts}
-        return TensorFile(file, names, {"format": FORMAT, "version": str(VERSION)}, checksums=True)
+        return units_of("tensors", with_derived(catalog, tensors), self._max_file_bytes)
 
     def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
         tensors: dict[str, TensorEntry] = {}

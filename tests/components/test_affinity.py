@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.capture import affinity
-from ftckpt.capture.affinity import Locality, format_cores, locality, numa_node_of, parse_cores, pin
+from ftckpt.capture.affinity import format_cores, near_cores, numa_node_of, parse_cores, pin
 
 CORES = st.sets(st.integers(0, 300), min_size=1)
 
@@ -45,7 +45,7 @@ def test_threads_stay_on_the_allowed_cores_of_the_devices_node(sysfs: Path, monk
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 9})
     for node, near in ((0, {2, 3, 9}), (1, {4}), (None, None), (2, None), (3, None), (4, None)):
         monkeypatch.setattr(affinity, "numa_node_of", lambda device, node=node: node)
-        assert locality(torch.device("cuda", 0)) == Locality(near, node)
+        assert near_cores(torch.device("cuda", 0)) == near
 
 
 def fake_properties(monkeypatch: pytest.MonkeyPatch, **properties: int) -> None:

@@ -1,4 +1,4 @@
-"""What goes into the all-reduce, and what comes out of it."""
+"""The input and the result of the all-reduce."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.arenas import MonitoredArena
 from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.smp_nodes import LINEAGE, fill
+from tests.support.snapshots import LINEAGE, fill
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -37,7 +37,7 @@ SHARE = Fragment.whole("s", "U8", (9000,), Box((0,), (9000,)))
 RNG = Fragment.whole("rng", "U8", (816,), Box((0,), (816,)))
 SECTIONS = (Section("private", 1), Section("shared", 1, GROUP), Section("parity", 1, GROUP))
 STEPPED = (WEIGHTS, SHARE, parity_fragment(GROUP, 5000))
-MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, STEPPED, (RNG,), 5000, 8192, 0, SECTIONS)
+MANIFEST = Manifest({"tp": 0, "pp": 0}, {"tp": 1}, STEPPED, (RNG,), 5000, 8192, SECTIONS)
 OTHER = b"o" * 16
 Reopened = Callable[..., Arena]
 
@@ -99,7 +99,7 @@ def test_modes_and_sizes(node_dir: Path) -> None:
 
 
 def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> None:
-    """What a job has as it ends may lie in one that has just got its memory."""
+    """The last snapshot of a job may be in a slot that was just allocated."""
     with closing(Arena.create(node_dir, MANIFEST, 2, allocate=0)) as arena:
         guarded = MonitoredArena(arena.path)
         assert not guarded.behind
@@ -370,9 +370,7 @@ def test_checks_of_a_slots_earlier_snapshot_do_not_count(arena: Arena, lineage: 
 def test_an_unchecked_slot_is_verified_as_far_as_it_can_be(arena: Arena) -> None:
     image = arena.image
     fill(arena, 0, 3, hashed=False)
-    seen: list[tuple[int, int]] = []
-    assert not arena.verify(0, lambda *progress: seen.append(progress))
-    assert seen[-1] == (image.file_bytes, image.file_bytes)
+    assert not arena.verify(0)
     flip_slot(arena, image.chunks[1].begin)
     assert not arena.verify(0) and arena.unchecked(0), "a chunk without a hash is neither good nor bad"
     pads = [pad.begin for pad in image.pads if pad.nbytes]

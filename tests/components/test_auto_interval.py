@@ -13,7 +13,7 @@ from ftckpt.schedule.interval_control import AutoInterval
 
 BUDGET = 0.01
 DELAY = 8
-"""Snapshots from a wish to when it is in force."""
+"""Snapshots from a request to when it is in force."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Attempt:
     taken: list[int] = field(default_factory=list)
 
     def run(self, iterations: int) -> int:
-        """The interval that it has concluded behind so many."""
+        """The interval that it has concluded after so many."""
         dice, meter, loaded = random.Random(self.seed), CostMeter(), False
         auto = AutoInterval(BUDGET, 10_000, meter, self.told.append)
         if self.begin:
@@ -68,7 +68,7 @@ class Attempt:
 @pytest.mark.parametrize("noise", [0.002, 0.01])
 @pytest.mark.parametrize("cost", [0.04, 0.1, 0.3])
 def test_five_attempts_settle_within_a_quarter_of_their_median(cost: float, noise: float) -> None:
-    """Two of them beside other load; each begins with what the one before has concluded."""
+    """Two of them under other load; each starts with the conclusion of the one before."""
     for seed in range(10):
         intervals = [0]
         for number, load in enumerate((0.0, 0.5, 0.0, 0.5, 0.0)):
@@ -98,7 +98,7 @@ def test_the_budget_is_kept_while_the_cost_is_measured(cost: float) -> None:
 
 
 def test_protection_that_takes_long_counts_in_all_of_its_iterations() -> None:
-    """As on a host without idle cores. A snapshot costs 1.04 iterations, most of it far behind its boundary."""
+    """A host without idle cores. A snapshot costs 1.04 iterations, most of it long after its boundary."""
     attempt = Attempt(cost=0.04, noise=0.01, protection=20, slow=0.05)
     assert abs(attempt.run(6000) - 104) <= 0.3 * 104
     assert len([iteration for iteration in attempt.taken if 300 < iteration <= 1000]) <= 20, "and soon"

@@ -1,4 +1,4 @@
-"""Whose failure an exception is: by its type and by what raised it, never by its text."""
+"""The owner of an exception, by its type and by the code that raised it, never by its text."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Waiting(HostCopier):
 
 @pytest.mark.parametrize("error", [None, OSError("copy failed")])
 def test_a_snapshot_counts_as_sealed_once_its_copies_have_ended_well(tmp_path: Path, error: OSError | None) -> None:
-    """Before the fence this is what all ranks are told; of a failure they learn behind the fence that meets it."""
+    """Before the fence all ranks receive this; they learn of a failure after the fence that meets it."""
     arena, copier = arena_of(tmp_path), Waiting()
     with captured(arena, copier) as capture:
         assert not capture.sealed
@@ -123,7 +123,7 @@ def test_a_snapshot_counts_as_sealed_once_its_copies_have_ended_well(tmp_path: P
 
 
 def test_a_seal_in_the_instant_of_the_fence_goes_by_what_the_fence_has_found(tmp_path: Path) -> None:
-    """A write without a fence: the thread that seals looks before the fence is there, and decides behind."""
+    """A write without a fence: the thread that seals checks before the fence arrives, and decides after it."""
     arena, copier, live, looked = arena_of(tmp_path, FRAGMENT), Waiting(), torch.zeros(10), threading.Event()
     sealing = threading.Thread(target=copier.end)
     with captured(arena, copier, live) as capture:

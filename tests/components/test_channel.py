@@ -1,4 +1,4 @@
-"""What travels between an SMP and others: who is let in, what is bounded, and that no wait is without an end."""
+"""The channel between an SMP and others: authentication, bounds, and deadlines for all waits."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from ftckpt.smp.requests import (
     ChunkRequest,
     ConfigureRequest,
     EndRequest,
-    HelloRequest,
     PackageRequest,
+    ReportRequest,
     SmpRequest,
     StatusRequest,
     decode_request,
@@ -71,7 +71,7 @@ BOUND = 1 << 20
 
 
 class Store:
-    """What a server gives: bytes by shard and chunk."""
+    """The contents of a server: bytes by shard and chunk."""
 
     def __init__(self) -> None:
         self.bytes = {("tp0-dp1", 3): b"chunk three" * 1000}
@@ -147,7 +147,7 @@ def dial(server: Server) -> socket.socket:
 
 
 def received_in_time(sock: socket.socket, opening: bytes) -> bytes:
-    """What is sent to one that sends ``opening``, until it is cut off in time, also where it sends nothing."""
+    """The bytes sent to a client that sends ``opening``, even nothing, until it is disconnected in time."""
     received, begun = b"", time.monotonic()
     sock.sendall(opening)
     with suppress(ConnectionError):
@@ -198,7 +198,7 @@ def greeted(asks: Trust = SECRET, answers: Trust = SECRET) -> Iterator[tuple[Cha
 
 @contextmanager
 def tapped(change: Callable[[bytes], bytes], trust: Trust = SECRET) -> Iterator[tuple[Channel, Channel]]:
-    """As ``greeted``; what the asker sends after the handshake is gathered, changed, and then goes on."""
+    """As ``greeted``; what the client sends after the handshake is gathered, changed, and then forwarded."""
     with greeted(trust, trust) as (asker, answerer):
         sent, write = bytearray(), asker.write
 
@@ -218,7 +218,7 @@ def fetched(peers: Peers, request: BytesRequest = CHUNK, at_most: int = BOUND) -
 
 
 def answer(channel: Channel, data: bytes, value: int | None = None, valid: bool = True) -> None:
-    """What a server sends for bytes that it has."""
+    """The answer of a server for bytes that it has."""
     number = xxhash.xxh3_64_intdigest(data) if value is None else value
     body = encode_object({"ok": True, "here": True, "hash": number})
     channel.send(body, soon(), Delivery(memoryview(data), number, lambda: valid))
@@ -244,7 +244,7 @@ def test_both_sides_prove_the_secret() -> None:
 
 
 def test_one_that_hangs_up_has_refused_no_secret() -> None:
-    """As a server with too many connections does."""
+    """Refuses like a server with too many connections."""
     with channels() as (one, two):
 
         def hang_up() -> None:
@@ -355,7 +355,7 @@ def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
 
 
 def test_a_port_is_held_for_an_smp_that_does_not_run_yet() -> None:
-    """Nobody else gets it, before it is lent and behind that; who listens at it stays when it is let go of."""
+    """Nobody else gets it, before it is lent and after that; its listener stays when it is released."""
     held = PortHold("127.0.0.1")
     with closing(listen_at("127.0.0.1", held.number, 1)[0]) as other:
         assert other.getsockname()[1] != held.number
@@ -489,7 +489,7 @@ class TestRecords:
         assert len({record[:8] for record in sent}) == len(sent) == 6
 
     def test_memory_that_changes_while_it_is_sent_is_no_attack(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A trainer takes the slot over: what was read is told to be invalid, and the connection goes on."""
+        """A trainer takes the slot over: what was read is reported as invalid, and the connection stays in use."""
         memory = bytearray(b"a" * 1000)
         with greeted() as (asker, answerer):
             write = asker.write
@@ -614,11 +614,11 @@ def test_no_bytes_make_the_reader_of_requests_fail_in_another_way(data: bytes) -
 
 
 class TestOfOneNode:
-    """The same frames over a Unix socket, where the kernel says who is at the other end."""
+    """The same frames over a Unix socket, where the kernel identifies the peer."""
 
     @pytest.fixture
     def node_server(self, store: Store, events: Seen, tmp_path: Path) -> Iterator[Server]:
-        handlers = {HelloRequest: lambda request: {"n": 5}, StatusRequest: self._fail}
+        handlers = {StatusRequest: lambda request: {"n": 5}, ReportRequest: self._fail}
         hasty = replace(PATIENT, step_secs=3.0, connect_secs=0.5)
         with closing(Server(handlers, find=store.find, events=events, deadlines=hasty)) as server:
             server.serve_node(tmp_path)
@@ -644,9 +644,9 @@ class TestOfOneNode:
         assert (tmp_path / "smp.sock").stat().st_mode & 0o777 == 0o600
         with closing(connect(tmp_path, 5)) as channel:
             channel.greet(Trust(), soon())
-            assert exchange(channel, HelloRequest(), PATIENT).fields == {"ok": True, "n": 5}
+            assert exchange(channel, StatusRequest(), PATIENT).fields == {"ok": True, "n": 5}
             assert exchange(channel, CHUNK, PATIENT, most_payload=BOUND).payload == store.bytes["tp0-dp1", 3]
-            assert "ZeroDivisionError" in exchange(channel, StatusRequest(), PATIENT).error
+            assert "ZeroDivisionError" in exchange(channel, ReportRequest(), PATIENT).error
             assert exchange(channel, EndRequest(), PATIENT).error
 
     def test_its_own_secret_opens_the_network_to_nobody(self, node_server: Server) -> None:
@@ -659,7 +659,7 @@ class TestOfOneNode:
         node_server.listen("127.0.0.1", SECRET)
         with closing(Channel(dial(node_server))) as channel:
             channel.greet(SECRET, soon())
-            for request in (HelloRequest(), ConfigureRequest({}), EndRequest()):
+            for request in (StatusRequest(), ConfigureRequest({}), EndRequest()):
                 assert exchange(channel, request, PATIENT).error
 
     def test_a_loop_that_stands_still_answers_nobody_and_holds_nobody(
@@ -669,7 +669,7 @@ class TestOfOneNode:
             server.serve_node(tmp_path)
             with closing(connect(tmp_path, 5)) as channel:
                 channel.greet(Trust(), soon())
-                assert "busy" in exchange(channel, HelloRequest(), PATIENT).error
+                assert "busy" in exchange(channel, StatusRequest(), PATIENT).error
                 assert exchange(channel, CHUNK, PATIENT, most_payload=BOUND).payload, "bytes do not wait for it"
 
 
@@ -682,7 +682,7 @@ def test_one_that_never_answers_is_given_up_in_time() -> None:
 
 
 def test_one_that_answers_byte_by_byte_is_given_up_in_time() -> None:
-    """The deadline is of the whole, not of each read."""
+    """The deadline covers the message, not each read."""
     with played(HASTY) as (listening, peers):
         fetch = peers.fetch("n1", CHUNK, BOUND)
         with closing(Channel(listening.accept()[0])) as channel:
@@ -891,7 +891,7 @@ def test_a_request_to_the_nodes_smp_ends_by_its_deadline(tmp_path: Path) -> None
         thread.start()
         begun = time.monotonic()
         with pytest.raises(SmpError):
-            SmpClient(tmp_path, tmp_path, "job", "n0").hello(1.0)
+            SmpClient(tmp_path, tmp_path, "job", "n0").status(1.0)
         assert 0.9 < time.monotonic() - begun < 1.4
         thread.join(10)
 

@@ -1,4 +1,4 @@
-"""What ``ftckpt check`` says of the cores of ranks, however a launcher has bound them."""
+"""The report of ``ftckpt check`` about the cores of ranks, however a launcher has bound them."""
 
 from __future__ import annotations
 

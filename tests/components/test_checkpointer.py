@@ -1,4 +1,4 @@
-"""What a checkpointer does with the decisions of its state."""
+"""A checkpointer executes the decisions of its state."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ def test_what_no_mode_guards_any_more_is_not_called_protected(anew: bool) -> Non
 def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
     rebuilt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that has come anew has no parity yet, whatever the marks of others say."""
+    """A replacement node has no parity yet, whatever the marks of others are."""
     snapshot, state = SnapshotId(LINEAGE, 5), SessionState(Config(), protects=True)
     found: Any = SimpleNamespace(
         choose=lambda *_: SimpleNamespace(snapshot=snapshot), invalidate_newer=lambda _: LINEAGE,
         usage={"peer_parity": {"chunks": 3}} if rebuilt else {}, in_memory=True, resumption=Resumption(), source="",
-        capacities=lambda: None, cast=frozenset(), close=lambda: None, record_lineage=lambda: None, why="",
+        cast=frozenset(), close=lambda: None, record_lineage=lambda: None, why="",
         written_by=lambda _: "", load=lambda one, *_: one,
     )  # fmt: skip
     monkeypatch.setattr(start, "Restart", lambda *_, **__: found)
@@ -188,7 +188,7 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
 def test_what_is_sealed_is_posted_while_the_rank_computes(
     restored: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not at the fence alone: where the boundary comes right behind it all ranks would wait for each other."""
+    """Not at the fence alone: where the boundary follows at once all ranks would wait for each other."""
     monkeypatch.setattr("ftckpt.session.snapshot_driver._LOOK_SECS", 0.0)
     rounds: list[Any] = []
     guard, state = ProtectionStatus(), SessionState(Config())
@@ -236,7 +236,7 @@ def test_attempts_count_that_all_nodes_have_seen_come_to_nothing(starts: list[in
 
 
 def protection_of(reasons: list[str], **settings: Any) -> Protection:
-    """Of three ranks on two nodes, as far as its modes go."""
+    """A checkpointer of three ranks on two nodes, as far as its modes matter."""
     topology = Topology(0, tuple(RankPlace({"dp": n}, f"n{n % 2}") for n in range(3)), {"dp": 3})
     group: Any = SimpleNamespace(rank=0, gather=lambda data: [data] * 3)
     events: Any = SimpleNamespace(emit=lambda event, reason: reasons.append(reason))
@@ -244,7 +244,7 @@ def protection_of(reasons: list[str], **settings: Any) -> Protection:
 
 
 def test_where_replicas_have_drifted_apart_what_else_protects_stays() -> None:
-    """Nothing of a slot is any other rank's then: memory is whole, and who restarts must come back to it."""
+    """No slot belongs to another rank then: memory has a committed snapshot, and a restart must use it."""
     reasons: list[str] = []
     both = protection_of(reasons, protect="replica,peer")
     assert both.resolve(spans_nodes=True).names == ("replica", "peer")

@@ -1,4 +1,4 @@
-"""The SMP's checks: whichever store is the last, and whatever bit flips, no reader is told what was not found."""
+"""The SMP's checks: whichever store is the last, whatever bit flips, no reader gets a result that was not found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from ftckpt.memory.checks import Check, Checks, CheckState, checks_bytes
 from ftckpt.memory.record import Stores
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import raises
-from tests.support.waiting import until
 
 CHUNKS = 3
 SLOTS = 2
@@ -36,7 +35,7 @@ def new_checks(arena_dir: Path) -> Checks:
 
 
 def opened(arena_dir: Path) -> Checks:
-    """By a reader."""
+    """Opens the checks as a reader."""
     return Checks.create_or_open(arena_dir, SLOTS, CHUNKS, DIGEST, False)
 
 
@@ -78,15 +77,13 @@ def test_checked_then_encoded_as_readers_see_it(arena_root: Path, writer: Checks
     assert reader.read(0) is None
     check(writer, 1, NEW, 5)
     assert_tells(reader.read(1), CheckState.CHECKED, NEW, 5)
-    writer.clear(1)
-    assert reader.read(1) is None
     check(writer, 1, NEW, 6)
     writer.close()
     with closing(new_checks(arena_root)) as again:
         assert_tells(again.read(1), CheckState.CHECKED, NEW, 6)
         assert not reader.replaced and not again.replaced
     with pytest.raises(TypeError):
-        reader.clear(0)
+        reader.drop_encoded(0)
 
 
 def test_the_file_is_private_and_whole(arena_root: Path) -> None:
@@ -114,7 +111,7 @@ def test_what_is_encoded_must_be_what_was_checked(writer: Checks) -> None:
 def test_what_was_checked_is_there_at_every_store_that_revokes_encoded(
     writer: Checks, reader: Checks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the trainer takes no checksums there are no others: what is hashed anew might be wrong by then."""
+    """Where the trainer takes no checksums there are no others: a later hash might be of corrupt bytes."""
     for slot in range(2):
         check(writer, slot, OLD, slot + 1)
         writer.store_encoded(slot, (SnapshotId(OLD, slot + 1), 10 * (slot + 1)))
@@ -156,21 +153,6 @@ def test_a_reader_beside_the_writer_never_sees_a_mixture(writer: Checks, reader:
     finally:
         sys.setswitchinterval(before)
     assert ended.is_set()
-
-
-def test_leases(writer: Checks, reader: Checks) -> None:
-    assert [reader.leased(slot) for slot in range(SLOTS)] == [False, False]
-    writer.lease(1, time.monotonic_ns() + 50 * 10**9)
-    assert [reader.leased(slot) for slot in range(SLOTS)] == [False, True]
-    writer.release(1)
-    assert not reader.leased(1)
-    writer.lease(0, time.monotonic_ns() + 20 * 10**6)
-    until(lambda: not reader.leased(0), "its end")
-    with raises(ValueError, "60 s"):
-        writer.lease(0, time.monotonic_ns() + 61 * 10**9)
-    for forged in (time.monotonic_ns() + 62 * 10**9, (1 << 64) - 1):
-        writer._stores.store(512, forged.to_bytes(8, "little"))
-        assert not reader.leased(0)
 
 
 def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_root: Path) -> None:

@@ -1,4 +1,4 @@
-"""The newest snapshot that is whole, of one lineage, or an error that names what is missing."""
+"""The newest complete snapshot, of one lineage, or an error that names what is missing."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ SNAPSHOTS = list(itertools.product((A, B), (1, 2)))
 
 
 def whole_snapshots(reports: Sequence[ArenaReport], bad: Collection[SlotAt]) -> list[SnapshotId]:
-    """By definition: an iteration of a lineage is whole if some good slot has it for every shard."""
+    """The definition: an iteration of a lineage is complete if some good slot has it for every shard."""
     return [
         SnapshotId(lineage, iteration)
         for lineage, iteration in SNAPSHOTS
@@ -122,8 +122,8 @@ def whole_snapshots(reports: Sequence[ArenaReport], bad: Collection[SlotAt]) -> 
 
 
 def was_more(reports: Sequence[ArenaReport], bad: Collection[SlotAt]) -> bool:
-    """By definition: something was whole or may have been, since it is marked so, or a shard that sealed cannot be
-    read, or a shard has no arena though others sealed (all arenas are there before any slot is sealed)."""
+    """The definition: something was committed or may have been, since it is marked so, or a shard that sealed cannot
+    be read, or a shard has no arena though others sealed (all arenas are there before any slot is sealed)."""
     sealed = [(r, slot) for r in reports for slot in r.slots]
     good = {(r.shard, s.snapshot) for r, s in sealed if SlotAt(r.node, r.name, s.index) not in bad}
     spoilt = any(r.shard in HOMES and (r.shard, s.snapshot) not in good for r, s in sealed)
@@ -187,7 +187,7 @@ def holding(shard: str, chunks: int = 4) -> ArenaLayout:
 
 
 Known = tuple[Inventory, Findings]
-"""The packages that all nodes keep, and what was found out."""
+"""The packages of all nodes, and the findings."""
 
 
 def shielded(
@@ -323,7 +323,7 @@ def test_a_group_of_other_arenas_is_not_used() -> None:
 
 
 def test_packages_alone_tell_of_a_loss_where_no_arena_of_their_node_is_left() -> None:
-    """Arenas that mark nothing were voided when training went back; an SMP stores what it was at behind that."""
+    """Arenas without a mark were invalidated by a rollback; an SMP stores its unfinished work after that."""
     assert outcome(six(), unasked(shielded())) is None
     gone = [shard for shard in RANKS if NODES[shard] == NODES["tp0"]]
     for there in ([], six(without=gone)):

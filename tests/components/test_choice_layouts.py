@@ -1,4 +1,4 @@
-"""Snapshots of several layouts in memory at once: the newest that is whole in its own layout, and where it lies."""
+"""Snapshots of several layouts in memory at once: the newest that is complete in its own layout, and its place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.choosing import decided, job, shield_of
 from tests.support.errors import lacks, raises
 
 WIDE: Layout = {"tp": 2, "dp": 2, "zero": True}
-"""What the job had; two of its shards have the names of those of NARROW."""
+"""The earlier layout of the job; two of its shards have the names of those of NARROW."""
 NARROW: Layout = {"tp": 1, "dp": 2, "zero": True}
 AXES = ("tp", "dp")
 SHARDS = {0: shard_names(WIDE, AXES), 1: shard_names(NARROW, AXES)}
@@ -65,7 +65,7 @@ def chosen(reports: Sequence[ArenaReport], bad: Collection[SlotAt] = ()) -> Deci
 
 
 def places(decision: Decision) -> dict[str, SlotAt]:
-    """Where each shard is read, once it is rebuilt."""
+    """The place from which each shard is read, once it is reconstructed."""
     fixes = decision.rebuild.fixes if decision.rebuild is not None else {}
     return {**decision.sources, **{shard: fix.at for shard, fix in fixes.items()}}
 
@@ -106,7 +106,7 @@ def test_what_is_lost_of_the_old_layout_is_named() -> None:
 
 
 def test_a_missing_arena_of_the_old_layout_was_there_once() -> None:
-    """A slot is sealed only after every rank has its arena: nothing was marked whole, and it is not a first start."""
+    """A slot is sealed only after every rank has its arena: nothing was committed, and it is not a first start."""
     with raises(LostError, "tp1-dp1", "tp2dp2"):
         choose([*wide((A, 5), without=["tp1-dp1"]), *narrow()])
     assert choose([*wide((A, 5), without=["tp1-dp1"]), *wide()[3:], *narrow()]) is None
@@ -129,7 +129,7 @@ ARENAS = st.lists(
 def test_any_reports_give_the_newest_whole_snapshot_of_any_layout(
     arenas: list[tuple[tuple[int, str], str, set[tuple[int, bytes, int]]]], own: bool, data: st.DataObject
 ) -> None:
-    """By definition: whole if some good slot has it for every shard of its layout."""
+    """The definition: complete if some good slot has it for every shard of its layout."""
     layouts = (WIDE, NARROW)
     mine = layouts[int(own)]
     homes = dict.fromkeys(SHARDS[int(own)], "n0")

@@ -105,7 +105,7 @@ def xor_cases(draw: st.DrawFn, least: int = 1) -> XorCase:
 
 
 def expected(tensors: list[torch.Tensor], copy: ChunkCopy, before: torch.Tensor) -> torch.Tensor:
-    """Byte by byte; what lies outside of the copy's bytes stays."""
+    """Byte by byte; bytes outside of the copy stay."""
     found = before.clone()
     found[copy.begin : copy.end] = 0
     for segment in copy.segments:

@@ -56,8 +56,9 @@ def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    is_golden("plan", printed(capsys, SIZE))
-    is_golden("plan_unprotected", printed(capsys, f"{SIZE} --dtype fp32 --protect none"))
+    is_golden("plan", printed(capsys, f"{SIZE} --persist /there"))
+    unprotected = printed(capsys, f"{SIZE} --dtype fp32 --protect none")
+    assert "none (not: node00)" in unprotected and "assumed: 12 bytes per parameter: fp32 weights" in unprotected
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ NODES = f"{EIGHT} --network-rate 2.5GB/s"
 
 
 def answer(capsys: pytest.CaptureFixture[str], arguments: str) -> tuple[str, dict[str, Any]]:
-    """The line, and the same as JSON, of which the status is that of the line."""
+    """The line, and the same as JSON with the status of the line."""
     status = main(["plan", *arguments.split()])
     line = capsys.readouterr().out.splitlines()[0]
     assert main(["plan", *arguments.split(), "--json"]) == status
@@ -214,7 +215,7 @@ _MEMORY = re.compile(r"more ranks, or nodes with ([0-9.]+) (\S+)(?: with (--.+))
 
 
 def remedied(remedy: str) -> str:
-    """Options that do what a remedy says; a size is told with one digit."""
+    """Options that follow a remedy; a size is printed with one digit."""
     if remedy.startswith("--network-rate"):
         return f"{remedy} "
     if found := _SETTINGS.match(remedy):
@@ -342,7 +343,7 @@ def test_a_job_that_cannot_be_names_its_flag(capsys: pytest.CaptureFixture[str],
 
 
 def test_how_often_snapshots_go_to_storage_follows_from_mtbf_and_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    """A node writes 6.4 GB, which is held to cost a hundredth of the time that it takes."""
+    """A node writes 6.4 GB, which is assumed to cost a hundredth of the time that it takes."""
     value = planned(capsys, f"{SIZE} --mtbf 40h")
     node_bytes = value["state"]["copied_bytes"] * 8
     assert value["persist_interval_secs"] == pytest.approx((2 * 0.01 * node_bytes / 1e9 * 40 * 3600) ** 0.5)

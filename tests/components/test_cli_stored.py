@@ -17,7 +17,7 @@ from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
 from tests.support.repository import is_golden
-from tests.support.smp_nodes import LINEAGE
+from tests.support.snapshots import LINEAGE
 
 
 @pytest.fixture
@@ -38,11 +38,14 @@ compressed_or_not = pytest.mark.parametrize("filled", ["none", "zstd"], indirect
 
 @compressed_or_not
 def test_what_is_there_is_listed_and_good(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compressed = "_compressed" if list(filled.glob("iter_0000008/*.zst")) else ""
+    note = ", compressed" if list(filled.glob("iter_0000008/*.zst")) else ""
+    names = ("iter_0000008", "iter_0000007")
     assert main(["list", str(filled)]) == 0
-    is_golden(f"list{compressed}", capsys.readouterr().out)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"{name}: dp4, 4 shards, 1.5 MiB, of job job{note}" for name in names]
     assert main(["verify", str(filled)]) == 0
-    is_golden(f"verify{compressed}", capsys.readouterr().out)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [*(f"{name}: good, 4 shards, 1.5 MiB" for name in names), "a restart would take iter_0000008"]
 
 
 def test_programs_read_both_as_json(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,17 +88,20 @@ def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys:
 
 def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pin", str(filled), "7"]) == 0
-    is_golden("pin", capsys.readouterr().out)
+    shown = capsys.readouterr().out
     storage = FileStorage(str(filled))
     void(storage, [SnapshotId(LINEAGE, 8)])
     assert main(["list", str(filled)]) == 0
-    is_golden("list_pinned", capsys.readouterr().out)
+    is_golden("list", capsys.readouterr().out)
     assert main(["verify", str(filled)]) == 0
     assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000007")
     assert main(["pin", str(filled), "8"]) == 0 and capsys.readouterr().out
-    for already in ("", "_again"):
-        assert main(["unpin", str(filled), "7"]) == 0
-        is_golden(f"unpin{already}", capsys.readouterr().out)
+    for where in (["7"], []):  # the second time by its folder
+        words = [str(filled), *where] if where else [str(filled / "iter_0000007")]
+        assert main(["pin", *words, "--remove"]) == 0
+        shown += capsys.readouterr().out
+    is_golden("pin", shown)
+    assert main(["pin", str(filled)]) == 2 and "NAME" in capsys.readouterr().err
     assert main(["pin", str(filled), "9"]) == 2
     assert not lacks(capsys.readouterr().err, "iter_0000009") and pinned(storage) == {CheckpointName(8)}
     storage.put("pins/iter_0000009", b"")
@@ -141,7 +147,7 @@ def make(kind: str, path: Path) -> None:
         ("notes", ()),
     ],
 )
-@pytest.mark.parametrize("command", ["list", "verify", "inspect", "pin"])
+@pytest.mark.parametrize("command", ["list", "verify", "pin", "status", "clean", "save"])
 def test_what_is_of_another_kind_is_called_by_its_name(
     command: str, kind: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +161,7 @@ def test_what_is_of_another_kind_is_called_by_its_name(
 def test_snapshots_are_found_by_one_rule(
     command: str, filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the place itself, beside what others load, and by the folder of one of them."""
+    """At the place itself, next to exports, and by the folder of one checkpoint."""
     beside = tmp_path / "beside"
     make("megatron-dist", beside)
     shutil.copytree(filled, beside / "ftckpt")

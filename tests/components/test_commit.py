@@ -1,4 +1,4 @@
-"""A checkpoint on storage is whole or none, whoever dies when, on stores that keep promises and on others."""
+"""A checkpoint on storage is complete or absent, whoever dies when, on stores that honor conditions and on others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NODES = ("n0", "n1")
 
 
 class Unconditional(ObjectStorage):
-    """A store that says that it knows conditions, and lets everybody create everything."""
+    """A store that claims to know conditions, and lets everybody create everything."""
 
     def create(self, name: str, data: bytes | memoryview) -> bool:
         self.put(name, data)
@@ -266,7 +266,7 @@ def test_the_last_checkpoint_is_not_removed(storage: Storage) -> None:
 
 
 def test_killed_at_any_step_the_checkpoint_before_is_there(tmp_path: Path) -> None:
-    """Of writing, committing, and removing the older one."""
+    """At each step of writing, committing, and removing the older one."""
     storage = FileStorage(str(tmp_path))
     write(storage, 1, OLD)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, CorruptError, StorageError
-from ftckpt.memory.destinations import LoadTarget
-from ftckpt.memory.image import SlotImage
+from ftckpt.memory.destinations import LoadTarget, TargetPart
+from ftckpt.memory.image import SlotImage, Span
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.persist.compression import ElementRun, compress, decompress, packed
@@ -33,7 +33,7 @@ def fragment(number: int, dtype: str, numel: int) -> Fragment:
 
 
 def image_of(tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int) -> SlotImage:
-    """Of a shard with these types and numbers of elements, the last ``volatile`` of them volatile ones."""
+    """The manifest of a shard with these types and numbers of elements, the last ``volatile`` of them volatile."""
     fragments = tuple(fragment(number, *one) for number, one in enumerate(tensors))
     stepped = len(fragments) - volatile
     return SlotImage.of(
@@ -42,13 +42,13 @@ def image_of(tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int) ->
 
 
 def content(image: SlotImage) -> bytes:
-    """Of all of its file: numbers near each other, and noise between them that is nobody's."""
+    """Bytes for all of its file: numbers near each other, and noise in the gaps."""
     data = np.random.default_rng(3).standard_normal(image.file_bytes // 4 + 1, np.float32).tobytes()
     return image.header + data[: image.file_bytes - len(image.header)]
 
 
 def entry_of(image: SlotImage, plain: bytes, used: int) -> StoredShard:
-    """Of a file that is not compressed."""
+    """The entry of a file that is not compressed."""
     hashes = [xxhash.xxh3_64_intdigest(plain[span.begin : span.end]) for span in image.chunks]
     objects = xxhash.xxh3_64_intdigest(plain[image.objects.begin : image.objects.begin + used])
     digest = image.manifest.digest.hex()
@@ -68,7 +68,7 @@ def opened(entry: StoredShard, data: bytes) -> ShardFile:
 
 
 def opened_in_place(entry: StoredShard, data: bytes) -> ShardFile:
-    """As one that storage reads to where it belongs."""
+    """Reads a file as storage does, to its destination."""
 
     def read_into(begin: int, memories: Sequence[memoryview]) -> None:
         for memory in memories:
@@ -78,13 +78,24 @@ def opened_in_place(entry: StoredShard, data: bytes) -> ShardFile:
     return ShardFile("here", "dp0", entry, lambda begin, nbytes: data[begin : begin + nbytes], read_into)
 
 
+def part_of(cut: Span, targets: Mapping[int, memoryview]) -> TargetPart:
+    """The part of the chunk at ``cut``, with what it has of the targets."""
+    inside = []
+    for begin, memory in targets.items():
+        first, last = max(begin, cut.begin), min(begin + len(memory), cut.end)
+        if first < last:
+            inside.append(LoadTarget(first, memory[first - begin : last - begin]))
+    return TargetPart(cut, inside)
+
+
 def scattered(file: ShardFile, number: int, rng: random.Random) -> bytes:
     """A chunk whose every second part goes to memory of its own, the others nowhere; those come in another turn."""
     span = file.image.chunks[number]
     edges = sorted({span.begin, span.end, *(rng.randint(span.begin, span.end) for _ in range(5))})
     parts = [(begin, bytearray(end - begin)) for begin, end in pairwise(edges)]
     for half in (parts[::2], parts[1::2]):
-        file.scatter(number, [LoadTarget(begin, memoryview(part)) for begin, part in half])
+        cuts, targets = span.cut(rng.randint(1, 1 << 20)), {begin: memoryview(part) for begin, part in half}
+        file.scatter(number, lambda cuts=cuts, targets=targets: [part_of(cut, targets) for cut in cuts])  # type: ignore[misc]
     return b"".join(part for _, part in parts)
 
 
@@ -95,7 +106,7 @@ def scattered(file: ShardFile, number: int, rng: random.Random) -> bytes:
 def test_each_part_comes_back(
     tensors: list[tuple[str, int]], volatile: int, chunk_bytes: int, used: int, piece_bytes: int
 ) -> None:
-    """Of all types, of chunks that cut tensors and even elements, of whatever pieces; gaps are left out."""
+    """All types, chunks that cut tensors and even elements, any pieces; gaps are left out."""
     image = image_of(tensors, min(volatile, len(tensors)), chunk_bytes)
     plain, rng = content(image), random.Random(used)
     begin = image.objects.begin
@@ -123,7 +134,7 @@ def test_bytes_are_grouped_by_significance(dtype: str) -> None:
 
 
 def test_the_last_comparison_is_not_missed() -> None:
-    """Where pieces are proven behind their last byte, that is said when one more is asked for."""
+    """Where pieces are verified after their last byte, the result comes with the request for one more."""
     image = image_of([("F32", 3000)], 0, 4096)
     plain = content(image)
 

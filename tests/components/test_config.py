@@ -6,8 +6,6 @@ import argparse
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
@@ -24,6 +22,7 @@ from ftckpt.errors import ConfigError
 from ftckpt.setting import kind_of
 from ftckpt.units import rate, seconds, size
 from tests.support.errors import lacks, raises
+from tests.support.processes import run_python
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 QUANTITIES = {size: ["1MiB", "1.5 GiB", "64MB"], rate: ["0", "2GB/s", "16Gbit/s"], seconds: ["90s", "40h"]}
@@ -152,7 +151,7 @@ def test_settings_are_named_as_the_user_wrote_them(give: Callable[[], object], s
 def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the script has gone by the time it names them, as one under Hydra has."""
+    """Wherever the script's working directory is when it names them, as under Hydra."""
     here = os.getcwd()
     monkeypatch.chdir(tmp_path)
     config = Config(persist="stored", events="e", arena="a", secret_file="s")
@@ -234,8 +233,6 @@ def test_texts_name_settings_by_their_flags() -> None:
     ],
 )
 def test_a_wrong_configuration_ends_a_script_with_one_line(call: str, names: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", f"import ftckpt; ftckpt.{call}"], check=False, capture_output=True, text=True
-    )
+    ended = run_python(f"import ftckpt; ftckpt.{call}")
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 1 and line.startswith("ftckpt: ") and names in line

@@ -10,23 +10,23 @@ import json
 import os
 import re
 import subprocess
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ftckpt.config import Config
+from tests.support.processes import run_python
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 DEEPSPEED = sorted(CONFIGS.glob("*.json"))
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a flag file says it is for: billions of parameters (tied or not), GPUs, vocabulary, GB per rank."""
+    """The purpose of a flag file by its text: billions of parameters (tied or not), GPUs, vocabulary, GB per rank."""
 
     parameters: float
     world: int
@@ -42,7 +42,7 @@ SIZES = {
 
 
 def words_of(name: str) -> list[str]:
-    """As launch/job.sh reads it."""
+    """The flags of a file as launch/job.sh reads it."""
     script = f'source launch/job.sh; read_flags "configs/{name}.flags"; printf "%s\\n" "${{FLAGS[@]}}"'
     return subprocess.run(
         ["bash", "-euc", script], cwd=ROOT, capture_output=True, text=True, check=True
@@ -62,39 +62,8 @@ def options_of(name: str) -> dict[str, str]:
     return options
 
 
-TRANSFORMER = {
-    "--num-layers": "num_layers",
-    "--hidden-size": "hidden_size",
-    "--ffn-hidden-size": "ffn_hidden_size",
-    "--num-attention-heads": "num_attention_heads",
-    "--num-query-groups": "num_query_groups",
-    "--attention-dropout": "attention_dropout",
-    "--hidden-dropout": "hidden_dropout",
-    "--init-method-std": "init_method_std",
-    "--normalization": "normalization",
-    "--norm-epsilon": "layernorm_epsilon",
-    "--tensor-model-parallel-size": "tensor_model_parallel_size",
-    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
-    "--sequence-parallel": "sequence_parallel",
-    "--swiglu": "gated_linear_unit",
-}
-OPTIMIZER = {
-    "--lr": "lr",
-    "--min-lr": "min_lr",
-    "--weight-decay": "weight_decay",
-    "--clip-grad": "clip_grad",
-    "--adam-beta1": "adam_beta1",
-    "--adam-beta2": "adam_beta2",
-    "--adam-eps": "adam_eps",
-    "--bf16": "bf16",
-    "--use-distributed-optimizer": "use_distributed_optimizer",
-    "--overlap-param-gather": "overlap_param_gather",
-}
-DDP = {
-    "--use-distributed-optimizer": "use_distributed_optimizer",
-    "--overlap-grad-reduce": "overlap_grad_reduce",
-    "--overlap-param-gather": "overlap_param_gather",
-}
+RENAMED = {"--norm-epsilon": "layernorm_epsilon", "--swiglu": "gated_linear_unit"}
+"""Fields of megatron-core that are not called like their options."""
 OF_THE_TRAINING_LOOP = {
     "--group-query-attention", "--seq-length", "--max-position-embeddings", "--position-embedding-type",
     "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--tokenizer-type", "--seed",
@@ -105,13 +74,16 @@ OF_THE_TRAINING_LOOP = {
 """Known to the parser of Megatron-LM and to no class of megatron-core."""
 
 
-def fields_of(options: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
+def fields_of(options: dict[str, str], kind: Any) -> dict[str, Any]:
+    """The fields of a class of megatron-core that options set."""
+
     def typed(text: str) -> Any:
         if not text:
             return True
         return json.loads(text) if re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", text) else text
 
-    return {field: typed(options[option]) for option, field in names.items() if option in options}
+    values = {RENAMED.get(option, option[2:].replace("-", "_")): typed(text) for option, text in options.items()}
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -121,16 +93,16 @@ def test_flags_build_the_classes_of_megatron_core(name: str) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options, size = options_of(name), SIZES[name]
-    unknown = set(options) - set(TRANSFORMER) - set(OPTIMIZER) - set(DDP) - OF_THE_TRAINING_LOOP
-    assert not unknown, f"this test does not know {sorted(unknown)}"
+    kinds = TransformerConfig, OptimizerConfig, distributed.DistributedDataParallelConfig
+    own = {option: text for option, text in options.items() if option not in OF_THE_TRAINING_LOOP}
+    assert all(any(fields_of({one: text}, kind) for kind in kinds) for one, text in own.items()), own
     transformer = TransformerConfig(
-        **fields_of(options, TRANSFORMER),
+        **fields_of(own, TransformerConfig),
         add_bias_linear="--disable-bias-linear" not in options,
-        bf16="--bf16" in options,
         pipeline_dtype=pytest.importorskip("torch").bfloat16,
     )
-    optimizer = OptimizerConfig(**fields_of(options, OPTIMIZER))
-    ddp = distributed.DistributedDataParallelConfig(**fields_of(options, DDP))
+    optimizer = OptimizerConfig(**fields_of(own, OptimizerConfig))
+    ddp = distributed.DistributedDataParallelConfig(**fields_of(own, distributed.DistributedDataParallelConfig))
     assert ddp.use_distributed_optimizer and optimizer.lr > optimizer.min_lr > 0
 
     model_parallel = transformer.tensor_model_parallel_size * transformer.pipeline_model_parallel_size
@@ -188,11 +160,8 @@ def test_flags_pass_megatron_lms_own_parser(name: str) -> None:
         pytest.skip("MEGATRON_LM names no checkout of Megatron-LM")
     # Fused rotary positions need Transformer Engine, which needs a GPU.
     extra = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000", "--no-rope-fusion"]
-    env = {**os.environ, "WORLD_SIZE": str(SIZES[name].world), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", MEGATRON_LM, checkout, *words_of(name), *extra],
-        cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    env = {"WORLD_SIZE": str(SIZES[name].world), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    run = run_python(MEGATRON_LM, checkout, *words_of(name), *extra, secs=120, **env)
     assert run.returncode == 0, run.stderr[-2000:]
     options = options_of(name)
     tp, pp = int(options["--tensor-model-parallel-size"]), int(options["--pipeline-model-parallel-size"])
@@ -219,11 +188,7 @@ print("\\n" + json.dumps([
 def test_deepspeeds_own_class_reads_its_files() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", DEEPSPEED_CONFIG, *map(str, DEEPSPEED)],
-        env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    run = run_python(DEEPSPEED_CONFIG, *DEEPSPEED, secs=120, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     assert run.returncode == 0, run.stderr[-2000:]
     read = json.loads(run.stdout.splitlines()[-1])
     assert [path.stem for path in DEEPSPEED] == ["deepspeed_zero1_pp", "deepspeed_zero2", "deepspeed_zero3"]

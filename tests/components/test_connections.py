@@ -1,4 +1,4 @@
-"""What connections between many ranks may cost: open files of a process, and questions to the job's store."""
+"""The cost of connections between many ranks: open files of a process, and requests to the job's store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask_for_room(rank: int, size: int, limits: tuple[int, int], least: int, want
 
 
 def make_room(soft: int, hard: int, least: int, wanted: int) -> list[Any]:
-    """Of a process that makes room: why it was refused, its limits then, and what it said."""
+    """The result of a process that raises its limits: its refusal, its limits then, and its messages."""
     result: list[Any] = run_ranks(ask_for_room, 1, (soft, hard), least, wanted, stand_in=False)[0].value
     return result
 

@@ -1,4 +1,4 @@
-"""Conversions: every element arrives, from any fragments, in bounded memory, and a broken-off one goes on."""
+"""Conversions: every element arrives, from any fragments, in bounded memory, and an interrupted one is resumed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ NUMPY = {"F32": np.float32, "BF16": np.uint16, "I64": np.int64, "U8": np.uint8}
 
 
 class Memory(Reader):
-    """A source of arrays: each fragment's elements are those of its tensor in ``whole``, unless ``changed`` says
-    otherwise."""
+    """A source of arrays: the elements of fragments are those in ``whole``, unless ``changed`` has others."""
 
     def __init__(self, whole: Mapping[str, np.ndarray], fragments: Sequence[Fragment], **more: object) -> None:
         self.whole = whole
@@ -171,7 +170,7 @@ def test_weights_that_derive_are_cast_whatever_roles_are_asked_for(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", [MegatronDistWriter, DeepSpeedUniversalWriter], ids=["megatron", "deepspeed"])
 def test_half_of_a_master_is_not_taken_for_one(kind: Any, tmp_path: Path) -> None:
-    """Where the optimizer keeps the other half a bf16 weight would else be written as the master."""
+    """Where the optimizer has the other half a bf16 weight would else be written as the master."""
     half = np.ones((3, 4), np.int16)
     tensors = {"weight/a": half, "master_param/a": half, "exp_avg/a": array((3, 4))}
     types = {"weight/a": "BF16", "master_param/a": "I16", "exp_avg/a": "F32"}

@@ -36,7 +36,7 @@ def copier() -> Iterator[HostCopier]:
 
 
 class Watched:
-    """A flight of four chunks and what was told of it, in order."""
+    """A flight of four chunks and the reports about it, in order."""
 
     def __init__(self) -> None:
         self.live = torch.arange(16, dtype=torch.float32)
@@ -148,7 +148,7 @@ def test_each_chunk_asks_for_its_turn_and_the_fence_hurries(
 
 
 def test_volatile_state_is_copied_as_it_is_at_each_boundary(copier: HostCopier) -> None:
-    """Where it goes to is found out once; from other tensors, as they were kept, it comes from these."""
+    """The destinations are computed once; for other sources, such as saved tensors, the copies come from these."""
     watched = Watched()
     live, kept = [watched.live], [torch.full((16,), -1.0)]
     copier.prepare([watched.slot])
@@ -184,7 +184,7 @@ def pause(dice: random.Random) -> None:
 
 
 class Snapshot:
-    """A flight that knows what it must never be asked or told."""
+    """A flight that notes calls which it must never get."""
 
     def __init__(self, live: torch.Tensor, slot: torch.Tensor, dice: random.Random, faulty: bool = False) -> None:
         self.live, self.slot, self.dice = live, slot, dice
@@ -231,7 +231,7 @@ Following = Callable[[Snapshot], None]
 
 @pytest.fixture
 def follow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Following]:
-    """Tells the copies of a snapshot to it."""
+    """Reports the copies of a snapshot to it."""
     current: list[Snapshot] = []
 
     def copy(tensors: list[torch.Tensor], copy: ChunkCopy, slot: torch.Tensor) -> None:
@@ -251,7 +251,7 @@ def go_through(bubbles: Bubbles, dice: random.Random) -> None:
 @pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_iterations_with_failures_drops_and_slow_threads(seed: int, queued: bool, follow: Following) -> None:
-    """As a checkpointer does it: begin, places, fence, write, settle; the next one when nothing runs any more."""
+    """Snapshots as by a checkpointer: begin, places, fence, write, settle; the next one when nothing runs."""
     dice = random.Random(seed)
     live, slot, bubbles = torch.zeros(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8), Bubbles(queued)
     with closing(HostCopier()) as copier:

@@ -1,4 +1,4 @@
-"""What snapshots cost, from the lengths of iterations near them and far from them."""
+"""The cost of snapshots, from the lengths of iterations near them and far from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def lived(
     noise: float = 0.0,
     meter: CostMeter | None = None,
 ) -> CostMeter:
-    """Iterations of a second; one that is ``place`` behind a snapshot takes ``costs[place]`` longer."""
+    """Iterations of a second; the one ``place`` iterations after a snapshot takes ``costs[place]`` longer."""
     dice, meter = random.Random(1), meter or CostMeter()
     for number in range(5 + spacing * snapshots + 1):
         place = (number - 5) % spacing

@@ -15,7 +15,7 @@ CORES = 4.0
 
 
 class Machine:
-    """Cores of which others want ``busy`` while the SMP works or rests; what it takes, it takes from both alike."""
+    """Cores; other processes want ``busy`` of them, also while the SMP works. It takes from both alike."""
 
     def __init__(self, busy: float, share: float = 0.1) -> None:
         self.now, self.used, self.idle, self.busy = 100.0, 7.0, 50.0, busy
@@ -36,13 +36,13 @@ class Machine:
         self.idle += max(0.0, (1 - self.busy) * (CORES - own)) * secs
 
     def work(self, secs: float, piece_secs: float = 0.01) -> None:
-        """Pieces that take a whole core while they run."""
+        """Pieces that take a full core while they run."""
         for _ in range(round(secs / piece_secs)):
             self.go(piece_secs, 1.0)
             self.share.note()
 
     def taken(self, secs: float, protect_secs: float) -> float:
-        """Cores taken in ``secs`` of protections, each begun when the one before is paid for."""
+        """Cores taken in ``secs`` of protections; each starts when the one before is paid for."""
         begun, used = self.now, self.used
         while self.now < begun + secs:
             assert self.paid
@@ -101,7 +101,7 @@ intr 1977 {many}
 
 
 def test_cores_are_counted_as_the_kernel_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those asked for: a disk's wait idles, a hypervisor's part does not, a guest's is in ``user`` already."""
+    """Waits for a disk are idle time, a hypervisor's part is not, a guest's is in ``user`` already."""
     monkeypatch.setattr("builtins.open", lambda path: io.StringIO(STAT))
     monkeypatch.setattr(cores_module.os, "sysconf", lambda name: 100)
     assert core_secs({0, 1}) == CoreSecs(10.0, 14.7)

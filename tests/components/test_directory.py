@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.cli.job_nodes import jobs_in
+from ftckpt.cli.targets import jobs_in
 from ftckpt.errors import ArenaError
 from ftckpt.memory import end_notes
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.atomic_files import remove_unfinished
 from ftckpt.memory.directory import (
     SMP_LOCK_NAME,
     arena_path,
     clean_job,
     list_arenas,
     node_directory,
-    remove_half_made,
     remove_job_if_empty,
 )
 from ftckpt.memory.heartbeat import Heartbeat
@@ -45,7 +45,7 @@ def manifest_of(tp: int) -> Manifest:
 
 @contextmanager
 def holder(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs ``code``, says so, and waits until it is killed."""
+    """A process that runs ``code``, reports that, and waits until it is killed."""
     code = f"import sys\nfrom pathlib import Path\n{code}\nprint('ready', flush=True)\nsys.stdin.read()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
@@ -86,7 +86,7 @@ else:
 
 
 def answer_to_another(path: Path) -> str:
-    """What another process hears when it tries to lock ``path``."""
+    """The message that another process gets when it tries to lock ``path``."""
     command = [sys.executable, "-c", TRY_LOCK, str(path)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
 
@@ -190,7 +190,7 @@ def test_what_is_none_of_ftckpts_stays(arena_root: Path) -> None:
         path.write_text("mine")
     (node_dir / ".mirror").symlink_to(node_dir / "backup")
     assert [path.name for path in list_arenas(node_dir)] == [arena_path(node_dir, manifest_of(0)).name]
-    remove_half_made(node_dir)
+    remove_unfinished(node_dir)
     assert not remove_job_if_empty(arena_root, "job", "a")
     told: list[str] = []
     assert len(clean_job(arena_root, "job", told.append)) == 1
@@ -297,4 +297,4 @@ def test_records_of_launchers_are_no_job_whatever_jobs_are_called(tmp_path: Path
     for name in ("ftckpt-night", "ftckpt-runs-night", "ftckpt-runs-1000"):
         (tmp_path / name / "n0").mkdir(parents=True)
         (tmp_path / name / "n0" / SMP_LOCK_NAME).touch()
-    assert jobs_in(tmp_path) == ["night", "runs-night"]
+    assert [one.job for one in jobs_in(tmp_path)] == ["night", "runs-night"]

@@ -1,4 +1,4 @@
-"""What all doors share: patches that can be taken back, tensors that must not move, and what of a state is whose."""
+"""The parts that all integrations share: revocable patches, tensors that must not move, and the owners of state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.plain import Recorder
 
 class Framework:
     def step(self, size: int) -> str:
-        """Of the framework."""
+        """A function of the framework."""
         return f"stepped {size}"
 
 
@@ -63,11 +63,11 @@ def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
     module.say = lambda: "hello"  # type: ignore[attr-defined]
     original = module.say
     door.patches.wrap(module, "say", shout)
-    door.checkpointer, door.is_installed = object(), True  # type: ignore[assignment]
+    door.checkpointer = object()  # type: ignore[assignment]
     with pytest.raises(ValueError):
         door.remove()
     assert not vars(engine) and module.say is original
-    assert door.checkpointer is None and not door.is_installed
+    assert door.checkpointer is None
 
 
 def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_frozen_parameters_are_saved_and_unstepped_ones_that_train_are_refused_b
 
 
 def test_a_range_in_a_flat_master_gives_the_elements_that_are_its_own() -> None:
-    """As an optimizer that shards has it: elements 2 to 5 of a parameter, at 1 in a master of 5."""
+    """A sharded optimizer's range: elements 2 to 5 of a parameter, at 1 in a master of 5."""
     parameter = torch.nn.Parameter(torch.arange(6.0).bfloat16().view(2, 3))
     master, moment = torch.arange(5.0), torch.arange(5.0) * 10
     part = ParameterRange(parameter, 2, parameter.detach().view(-1)[2:5], master, 1)

@@ -34,7 +34,7 @@ def library(path: Path, source: str, *linked: Path) -> Path:
 
 
 def ask(rank: int, size: int, kind: str, loaded: Sequence[Path]) -> int | None:
-    """What the runtime answers that is asked in a process that has loaded these libraries, in this order."""
+    """The answer of the runtime in a process that has loaded these libraries, in this order."""
     setattr(torch.version, kind, "1")
     for path in loaded:
         ctypes.CDLL(str(path))
@@ -51,7 +51,7 @@ def answer(kind: str, *loaded: Path) -> int | None:
 @pytest.mark.parametrize("kind", ["hip", "cuda"])
 @needs_no_other
 def test_of_two_runtimes_the_one_of_torch_is_asked(tmp_path: Path, kind: str) -> None:
-    """Another library of the process may have brought a newer one, in which torch's threads are not known."""
+    """Another library of the process may have loaded a newer one, which does not know torch's threads."""
     function = f"{kind}ThreadExchangeStreamCaptureMode"
     stem = {"hip": "libamdhip64.so", "cuda": "libcudart.so"}[kind]
     newer, older = (
@@ -79,7 +79,7 @@ int {function}(void **stream, unsigned flags) {{ *stream = (void *)(0x100L * fla
 
 
 def stream_of(rank: int, size: int, kind: str, loaded: Sequence[Path]) -> list[Any]:
-    """What the copies of two copiers of one device go to."""
+    """The streams of two copiers of one device."""
     setattr(torch.version, kind, "1")
     for path in loaded:
         ctypes.CDLL(str(path))

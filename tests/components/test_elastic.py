@@ -107,7 +107,7 @@ DRAWN = "1e3a516a-1471-4c0b-9f7e-0a1b2c3d4e5f"
 
 @pytest.mark.parametrize("words", [["--rdzv-id", "k1"], ["--rdzv_id=k1", "--standalone"]])
 def test_an_id_that_torchrun_has_replaced_names_the_job(agent: Callable[..., None], words: list[str]) -> None:
-    """Where all is on one node it draws one, whatever it was given."""
+    """On a single node it draws one, whatever it was given."""
     agent(*words, "train.py")
     env = {"TORCHELASTIC_RUN_ID": DRAWN}
     assert job_name(None, env) == "k1" and not is_drawn("k1", env)
@@ -195,7 +195,7 @@ def test_a_follower_alone_gives_up_at_its_deadline() -> None:
 
 
 def forget_isolation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not isolated its attempt; when the test ends torch is as it was."""
+    """A process that has not isolated its attempt; the end of the test restores torch."""
     monkeypatch.setattr(TORCH, rendezvous._HOOK, ORIGINAL)
     monkeypatch.setattr(rendezvous, "_isolation", "")
 

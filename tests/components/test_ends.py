@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 
 def memory_group(root: Path, name: str) -> Path:
-    """What counts the kills in the memory cgroup of processes, which have seen none."""
+    """The counter of kills in the memory cgroup of processes, which is 0."""
     (root / "self").mkdir()
     (root / "self" / "cgroup").write_text(f"0::/{name}\n")
     (root / name).mkdir(parents=True)
@@ -124,7 +124,6 @@ def test_the_signal_is_named_and_its_consequences_come_behind_it(tmp_path: Path,
     assert not lacks(term.text, "0", "SIGTERM")
     assert (segv.ranks, term.ranks) == ((2,), (0, 1)) and segv.time < term.time
     assert (segv.kind, term.kind) == (end_notes.CAUSE, end_notes.CONSEQUENCE)
-    watch.close()
 
 
 KILLED = """

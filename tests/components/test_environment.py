@@ -1,4 +1,4 @@
-"""What around a job would take its snapshots away, on pretended hosts: found where it holds, silent where not."""
+"""Host settings that would delete a job's snapshots, on pretended hosts: reported where they apply alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHM = Path("/dev/shm/ftckpt-job/node")
 
 
 class Host:
-    """A pretended root directory: a plain machine without systemd until a test says otherwise."""
+    """A pretended root directory: a plain machine without systemd until a test changes it."""
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = base / "root"

@@ -1,4 +1,4 @@
-"""Errors that another process makes anew: the class that tells what to do, and what it knows."""
+"""Errors that another process recreates: the class, which determines the reaction, and its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events are whole JSON lines, and nothing about them can end training."""
+"""Events are complete JSON lines, and nothing about them can end training."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import fcntl
 import inspect
 import json
 import os
-import subprocess
-import sys
 import termios
 import threading
 from array import array
@@ -23,6 +21,7 @@ from ftckpt import event_file
 from ftckpt.cli.event_log import EventLog
 from ftckpt.events import ADVICE, EVENTS, Events, reference
 from tests.support.errors import lacks
+from tests.support.processes import run_python
 from tests.support.repository import files_in
 from tests.support.waiting import until
 
@@ -56,7 +55,7 @@ def emit_copied(events: Events, numbers: range) -> None:
 
 
 def test_a_log_that_comes_to_its_limit_loses_its_older_half(tmp_path: Path) -> None:
-    """Lines stay complete, in their order, and the log says when the first of them are gone."""
+    """Lines stay complete, in their order, and the log notes that the first of them were dropped."""
     events = Events(tmp_path, 0, limit_bytes=2 * MIB)
     events.emit("joined", job="j")
     events.emit("restored", lineage="first")
@@ -92,7 +91,7 @@ def test_a_line_that_was_left_half_written_takes_no_other_with_it(tmp_path: Path
 
 
 class Pipe:
-    """In the place of rank 0's log: a file that takes 64 KiB, and more when somebody reads it."""
+    """A replacement of rank 0's log: a file that takes 64 KiB, and more when somebody reads it."""
 
     def __init__(self, directory: Path) -> None:
         os.mkfifo(directory / "rank0.jsonl")
@@ -120,7 +119,7 @@ class Pipe:
 
 
 def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes when it is back is whole and in order, and says how much is missing."""
+    """When it is back the log is complete lines in order, with the number of dropped lines."""
     monkeypatch.setattr(event_file, "MAX_WAITING", 500)
     with Pipe(tmp_path) as pipe:
         events = Events(tmp_path, 0, may_hang=True)
@@ -146,14 +145,14 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_system_that_hangs_at_the_end_of_the_process_does_not_keep_it(tmp_path: Path) -> None:
-    """What Python closes at exit must not wait for the file either."""
+    """The finalizers of Python must not wait for the file either."""
     script = (
         "import sys, pathlib, ftckpt.event_file as f, ftckpt.events as e; f.CLOSE_SECS = 0.2\n"
         "events = e.Events(pathlib.Path(sys.argv[1]), 0, '', 0, True)\n"
         "for _ in range(200): events.emit('copied', moved_bytes='x' * 1000)"
     )
     with Pipe(tmp_path) as pipe:
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=30.0)
+        assert run_python(script, tmp_path, secs=30.0).returncode == 0
         assert pipe.read()
 
 

@@ -25,14 +25,12 @@ ENDS = {
 
 @pytest.fixture
 def watch() -> Iterator[ExitWatch]:
-    made = ExitWatch()
-    yield made
-    made.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "smp-exits"]
+    yield ExitWatch()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "smp-exit"])
 
 
 def process(end: str) -> tuple[subprocess.Popen[bytes], int]:
-    """One that ends so once its input is closed, and its owner word."""
+    """A process that ends so once its input is closed, and its owner variable."""
     code = (
         f"import os, signal, sys, resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); sys.stdin.read(); {end}"
     )
@@ -69,7 +67,6 @@ def test_it_is_seen_in_the_moment_before_the_parent_takes_it(watch: ExitWatch) -
     seen = [watch.exit_of(owner) for _, owner in pairs]
     assert [one.status for one in seen] == list(ENDS.values())
     assert [one.time for one in seen] == sorted(one.time for one in seen), "when it was, not when it is asked for"
-    assert not watch.processes
     watch.follow(set())
     assert not watch.exits and exit_now(pairs[0][1]).status == 0
 

@@ -1,4 +1,4 @@
-"""What others load, made of snapshots: whole or not there, and nothing of anybody else is touched."""
+"""Exports of snapshots: complete or absent, and files of others are never touched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def exports(root: Path, owner: str = "", form: str = "megatron-dist") -> Exports
 
 
 def convert(path: Path, iteration: int) -> None:
-    """What the command writes."""
+    """The output of the command."""
     folder = path / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     (folder / "metadata.json").write_text(str(iteration))
@@ -53,7 +53,7 @@ def make(root: Path, iteration: int, lineage: bytes = LINEAGE, owner: str = "") 
 
 
 def loadable(root: Path) -> int:
-    """What Megatron would begin with."""
+    """The iteration that Megatron would load."""
     iteration = int((root / TRACKER).read_text())
     assert (root / f"iter_{iteration:07d}" / "metadata.json").read_text() == str(iteration)
     return iteration
@@ -111,7 +111,7 @@ def test_what_has_the_name_of_an_export_stays(root: Path) -> None:
 
 
 def test_a_job_that_went_back_names_what_it_writes(root: Path) -> None:
-    """What was newer before it began is of a past that it has left."""
+    """Exports newer than its start belong to an abandoned lineage."""
     make(root, 30, owner="before")
     make(root, 10, LATER, "now")
     assert loadable(root) == 10
@@ -130,7 +130,7 @@ def test_what_was_made_of_a_snapshot_goes_with_it(root: Path) -> None:
 
 
 def test_what_was_made_of_a_past_that_was_left_goes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job has come to iteration 10 a second time, and what others load was not made of that."""
+    """The job has reached iteration 10 a second time, and the export is of the first."""
     storage, place = FileStorage(str(root / "ftckpt")), Place.of(str(root), "megatron-dist")
     for iteration in (5, 10, 15):
         make(root, iteration)
@@ -249,7 +249,7 @@ def test_what_a_user_does_beside_exports_stays_and_stops_none(change: Callable[[
 def test_what_comes_into_an_export_that_is_going_stays(
     step: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the look at it, and before its directory goes."""
+    """After the check, and before its directory is deleted."""
     _, *others = job(root)
     unlink, folder = Path.unlink, root / "iter_0000005" / ("part" if step == "of its files" else "")
 

@@ -1,4 +1,4 @@
-"""State that modules keep for themselves: what is empty is accepted, all else refused, however late it comes."""
+"""Extra state of modules: empty state is accepted, any other refused, however late it appears."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_peers_read_the_state_once_for_each_loss_they_survive(losses: int) -> No
 def test_the_report_is_text_and_json() -> None:
     found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
     text = "\n".join(found.lines())
-    for words in (TWO_ARENAS, "16 (not: s0 and s1)", "none (not: n0)", "memory per node", "GiB", "network"):
+    for words in (TWO_ARENAS, "16 (not: s0 and s1)", "none (not: n0)", "host RAM per node", "GiB", "network"):
         assert words in text.replace("MiB", "GiB")
     value = json.loads(json.dumps(found.to_json()))
     assert value["failures"][0] == {"lost": ONE_ARENA, "cases": 8, "survived": 8, "example": []}

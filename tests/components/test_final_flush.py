@@ -1,4 +1,4 @@
-"""What is brought to storage without ranks: nothing newer is lost for it, and no node counts that is gone."""
+"""The flush without ranks: nothing newer is lost for it, and no lost node counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from ftckpt.smp import flush as flushing
 from ftckpt.smp.requests import PersistRequest
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import Job
-from tests.support.smp_nodes import describe, fill
+from tests.support.smp_nodes import describe
+from tests.support.snapshots import fill
 from tests.support.storages import committed
 from tests.support.waiting import until
 
@@ -43,7 +44,7 @@ def job(arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def asked(job: Job, smp: int, request: PersistRequest) -> dict[str, Any]:
-    """What one node's SMP says; its loop, which serves requests, does nothing else meanwhile."""
+    """The report of one node's SMP; its loop, which serves requests, does nothing else meanwhile."""
     job.smps[smp].pause()
     try:
         return job.smps[smp].tasks.flushes.persist(request)
@@ -61,7 +62,7 @@ def saved(job: Job, smp: int, request: PersistRequest, secs: float = 30.0) -> di
 
 
 def test_what_a_node_has_done_with_fewer_shards_is_not_all_that_is_to_be_done(job: Job) -> None:
-    """An attempt on one node flushes the snapshot that it restored, of which it holds all shards now."""
+    """An attempt on one node flushes the snapshot that it restored and has all shards of."""
     job.request(0, 7)
     job.smps[0].start()
     until(lambda: job.smps[0].events.of("flushed"), "its mark, which waits for the other node's")
@@ -141,7 +142,7 @@ def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) 
 
 @pytest.mark.parametrize("claimed", [False, True])
 def test_another_training_of_this_name_leaves_nothing_unsaved(claimed: bool, job: Job, tmp_path: Path) -> None:
-    """It has saved more iterations to the same place; its memory was cleaned, and the job begun anew."""
+    """It has saved more iterations to the same place; its memory was cleaned, and the job started from scratch."""
     place, storage = tmp_path / "final", FileStorage(job.where)
     place.mkdir()
     final = FileStorage(str(place))

@@ -1,4 +1,4 @@
-"""Snapshots on their way from nodes to storage: whole there or not at all, whatever dies, fills up or goes away."""
+"""Flushes from nodes to storage: complete there or absent, whatever dies, fills up or goes away."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from ftckpt.smp.flush import Flush, FlushOrders
 from ftckpt.smp.requests import PersistRequest
 from ftckpt.smp.work import Throttle
 from tests.support.errors import lacks, raises
+from tests.support.flips import flip_slot
 from tests.support.flush_jobs import NODES, Job, leftovers
 from tests.support.killing import killed_at
 from tests.support.mounting import tmpfs
-from tests.support.smp_nodes import LINEAGE, Node, Seen, fill, flip
+from tests.support.smp_nodes import Node, Seen
+from tests.support.snapshots import LINEAGE, fill
 from tests.support.storages import committed
 from tests.support.waiting import until
 
@@ -89,7 +91,7 @@ def test_bytes_that_went_bad_come_to_no_storage(job: Job) -> None:
     job.snapshot(0, 7)
     job.wait_checked(7)
     arena = job.nodes[1].arenas[0]
-    flip(arena, 0, arena.image.chunks[-2].end - 1)
+    flip_slot(arena, 0, arena.image.chunks[-2].end - 1)
     job.flush(7)
     until(lambda: FlushState.CANNOT in job.states(7), lambda: str(job.told()))
     (refused,) = job.smps[1].events.of("flush_failed")
@@ -212,7 +214,7 @@ def promised(job: Job) -> None:
 
 
 def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its SMP is killed behind its mark; the next one finds that, and is stopped: the commit may come at any time."""
+    """Its SMP is killed after its mark; the next one finds that, and is stopped: the commit may come at any time."""
     promised(job)
     begun, looks, lacking = begun_by_b(monkeypatch), threading.Event(), CheckpointTransaction.lacks
 
@@ -230,7 +232,7 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
 
 
 def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep that was killed has left it; its node writes the files anew, a little later than others theirs."""
+    """A sweep that was killed has left it; its node rewrites the files, a little later than others theirs."""
     promised(job)
     job.smps[1].pause()
     for name in [name for name in leftovers(job.where) if name.endswith(".safetensors")]:
@@ -244,7 +246,7 @@ def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.
 
 
 def branched(job: Job, lineage: bytes, *iterations: int) -> None:
-    """A new attempt of ``job`` has voided what its nodes had, and brings other snapshots of ``iterations`` there."""
+    """A new attempt of ``job`` has invalidated the snapshots of its nodes, and flushes others of ``iterations``."""
     for arena in job.arenas:
         for slot in range(2):
             arena.control.void(slot)
@@ -313,7 +315,7 @@ def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: 
 
 
 def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SMPs of nodes that it left behind neither commit nor write nor remove anything."""
+    """SMPs of nodes that it left neither commit nor write nor remove anything."""
     storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
 
     def stand(node: str) -> None:
@@ -360,7 +362,7 @@ def until_ended() -> None:
 
 
 def test_a_flush_that_was_stopped_commits_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks for marks while storage hangs; what was gone on to may be of another past."""
+    """It scans for marks while storage hangs; the next snapshot may be of another lineage."""
     reached, go_on, marks = threading.Event(), threading.Event(), CheckpointTransaction.marks
 
     def late(pending: CheckpointTransaction) -> dict[str, commit.NodeCommitMarker]:
@@ -534,7 +536,7 @@ def test_snapshots_beside_what_others_load_are_found_and_not_taken_for_them(name
 
 
 def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
-    """What a node has said before it was given what a lost one held is not all that it will write."""
+    """A node's report from before it adopted the shards of a lost node does not list all that it will write."""
     storage = FileStorage(job.where)
     CheckpointTransaction(storage, SnapshotId(LINEAGE, 7), "b").done({})
     job.request(0, 7)
@@ -549,7 +551,7 @@ def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
 
 
 def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its look at what is there may take long, and others write what it does not know of meanwhile."""
+    """Its listing may take long, and others write files meanwhile that it does not know of."""
     storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
     sweep = commit.sweep
 
@@ -594,7 +596,7 @@ def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
 
 
 def saves(job: Job, where: Path, anew: bool = False) -> list[str]:
-    """What both nodes say of a flush without ranks."""
+    """The reports of both nodes about a flush without ranks."""
     return [smp.tasks.flushes.persist(PersistRequest(str(where), 30.0, anew))["flush"] for smp in job.smps]
 
 

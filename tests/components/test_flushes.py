@@ -1,4 +1,4 @@
-"""What ranks conclude from the same verdicts about storage: what goes there, when, and what is kept meanwhile."""
+"""The flush scheduler: ranks conclude from the same vote results what to flush when, and what to pin meanwhile."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_was_abandoned_does_not_come_back_from_storage() -> None:
 
 
 def test_what_was_abandoned_takes_the_place_of_nothing_that_counts() -> None:
-    """However often it came to storage: a job was rolled back from all of it, and what is there of before counts."""
+    """However often it was flushed: a job was rolled back from all of it, and earlier checkpoints count."""
     storage = Unconditional("memory:///")
     for iteration in range(1, 31):
         manifest = StoredSnapshot(at(iteration), "job", {}, {}, FIRST).encode()
@@ -175,7 +175,7 @@ def test_a_wish_follows_from_what_a_flush_takes_and_costs(mtbf_secs: float, shar
 
 
 def test_no_other_interval_loses_less() -> None:
-    """Of a flush that costs 10 s, in the model of Daly (2006): training with exponential times between failures."""
+    """For flushes that cost 10 s, in the model of Daly (2006): training with exponential times between failures."""
 
     def time_taken(interval_secs: float, mtbf: float) -> float:
         return mtbf * math.expm1((interval_secs + 10.0) / mtbf) / interval_secs
@@ -200,7 +200,7 @@ def test_a_rank_judges_once_behind_each_flush() -> None:
 
 
 def test_ranks_that_wish_for_different_intervals_choose_the_same_snapshots() -> None:
-    """What one rank has measured is its own; what all have read is the same."""
+    """Measurements of one rank are its own; results that all have read are the same."""
     ranks, chosen = [tuning() for _ in range(3)], []
     for number in range(9, 1500):
         wishes = [rank.request(IntervalRequest(iteration_secs=2.0 + place)) for place, rank in enumerate(ranks)]

@@ -1,4 +1,4 @@
-"""What a restart would take, where memory and storage have different things."""
+"""The snapshot of a restart, where memory and storage have different ones."""
 
 from __future__ import annotations
 

@@ -74,13 +74,13 @@ def test_a_replica_set_is_split_over_nodes_and_racks(places: list[tuple[int, int
 
 
 def test_a_groups_name_follows_from_everything_in_it() -> None:
-    base = ParityGroup.of("peer", "xor", 1, CHUNK, members("a", "b"))
+    base = ParityGroup.of("peer", 1, CHUNK, members("a", "b"))
     others = [
-        ParityGroup.of("node", "xor", 1, CHUNK, members("a", "b")),
-        ParityGroup.of("peer", "rs", 1, CHUNK, members("a", "b")),
-        ParityGroup.of("peer", "xor", 1, CHUNK + 1, members("a", "b")),
-        ParityGroup.of("peer", "xor", 1, CHUNK, members("a", "c")),
-        ParityGroup.of("peer", "xor", 1, CHUNK, members("a", "b")[::-1]),
+        ParityGroup.of("node", 1, CHUNK, members("a", "b")),
+        ParityGroup.of("peer", 1, CHUNK, members("a", "b", "c")),
+        ParityGroup.of("peer", 1, CHUNK + 1, members("a", "b")),
+        ParityGroup.of("peer", 1, CHUNK, members("a", "c")),
+        ParityGroup.of("peer", 1, CHUNK, members("a", "b")[::-1]),
     ]
     assert len({group.name for group in [base, *others]}) == 6
     told = json.loads(json.dumps(base.to_json()))

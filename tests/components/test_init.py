@@ -13,7 +13,7 @@ import pytest
 from ftckpt.cli import init
 from ftckpt.cli.main import main
 from tests.support.errors import lacks
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, is_golden
 
 
 def files(folder: Path) -> set[str]:
@@ -28,6 +28,8 @@ def test_a_kit_has_all_that_its_files_and_commands_name(
     written = files(tmp_path / "here")
     shown = capsys.readouterr().out
     assert {f"{tmp_path}/here/{name}" for name in written} < set(shown.splitlines())
+    if kit == "patches":
+        is_golden("init", shown, folder=tmp_path)
     for command in re.findall(r"^  (.*)", shown, re.M):
         named = [word for word in command.split() if word.startswith(f"{tmp_path}/here/launch")]
         assert all(Path(word).is_file() for word in named), command

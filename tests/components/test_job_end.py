@@ -1,4 +1,4 @@
-"""What all ranks together have where a job ends, and what is kept of the last boundary until then."""
+"""The snapshots that all ranks have at a job's end, and what is pinned of the last boundary until then."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_is_missing_is_what_no_arena_lacks(
 
 
 def test_what_one_rank_calls_whole_all_ranks_keep() -> None:
-    """One has read a verdict more than the other; each would write over what the other keeps."""
+    """One has read one vote result more than the other; each would overwrite what the other pins."""
     behind = RankShutdown(10, sealed=have(8, 7, 6, 5), protected=at(5), going=at(5))
     ahead = RankShutdown(10, sealed=have(9, 8, 7, 6), protected=at(7), going=at(6))
     ending = JobEnd.of([behind, ahead])

@@ -1,4 +1,4 @@
-"""The manifests: valid by published schemas, and right where a schema says nothing."""
+"""The manifests: valid by published schemas, and right where a schema is silent."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.repository import ROOT
 
 MANIFESTS = sorted((ROOT / "launch" / "k8s").glob("*.yaml"))
 RELEASES = ("1.29", "1.37")
-"""Of Kubernetes: the first in which sidecars are there by default, and the newest that is known here."""
+"""Releases of Kubernetes: the first with sidecars by default, and the newest tested here."""
 TORCHRUN_SECS = 30
-"""How long torchrun waits for ranks that it has told to end: its own default."""
+"""How long torchrun waits for ranks after SIGTERM: its own default."""
 SAVE_MORE_SECS = 15
-"""What ``job.sh`` leaves a save beyond its time, and an SMP needs to end (20 s are the most)."""
+"""The time that ``job.sh`` adds to a save, and that an SMP needs to end (at most 20 s)."""
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGT]i?)?")
 Json = dict[str, Any]
 
@@ -53,8 +53,7 @@ def spec_of(path: Path) -> Json:
 
 
 def problems(resource: Json, release: str) -> str:
-    """What the schemas of a release say of a resource of the core; "" where nothing. One that they do not know is a
-    problem."""
+    """The complaint of a release's schemas about a core resource, or "". An unknown resource is a complaint."""
     validate = importlib.import_module("kubernetes_validate")
     try:
         validate.validate(resource, release, strict=True)
@@ -80,8 +79,8 @@ def test_the_jobs_of_the_jobset_are_valid(release: str) -> None:
 
 
 def test_the_jobset_is_one() -> None:
-    """By the models that Kubeflow's trainer publishes, made of the resource's schema: types as they are read, names
-    by what comes back."""
+    """Checks with the models of Kubeflow's trainer, made of the resource's schema: types, and names by a round
+    trip."""
     models = importlib.import_module("kubeflow_trainer_api.models")
     manifest = load(ROOT / "launch/k8s/jobset.yaml")
     (job,) = manifest["spec"]["replicatedJobs"]
@@ -92,8 +91,7 @@ def test_the_jobset_is_one() -> None:
 
 
 def test_the_pytorchjob_is_one() -> None:
-    """By the models that Kubeflow's training operator publishes: required fields as they are read, names by what
-    comes back."""
+    """Checks with the models of Kubeflow's training operator: required fields, and names by a round trip."""
     training = importlib.import_module("kubeflow.training")
     manifest = load(ROOT / "launch/k8s/pytorchjob.yaml")
     reply = type("Reply", (), {"data": json.dumps(manifest)})
@@ -105,7 +103,7 @@ def test_the_pytorchjob_is_one() -> None:
 
 
 def differences(wanted: Any, got: Any, where: str = "") -> list[str]:
-    """What of ``wanted`` is not in ``got``."""
+    """The parts of ``wanted`` that are missing in ``got``."""
     if isinstance(wanted, dict):
         inside = got if isinstance(got, dict) else {}
         return [one for name in wanted for one in differences(wanted[name], inside.get(name), f"{where}.{name}")]

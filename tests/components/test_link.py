@@ -1,4 +1,4 @@
-"""What protection takes of the network by default: a share of the link, where its speed is known."""
+"""The default network rate of protection: a share of the link, where its speed is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor that was moved, replaced or added is noticed, whoever did it; what has not changed is only looked at."""
+"""A tensor that was moved, replaced or added is detected, whoever did it; unchanged tensors are only checked."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ HOW = {
     "parameter added": ADDED, "first parameter added": ADDED, "first module added": ADDED, "group added": ADDED,
     "state added": ADDED, "state forgotten": GONE, "parameter taken away": GONE,
 }  # fmt: skip
-"""What is said to have happened, where it is not ``REPLACED``."""
+"""The reported change, where it is not ``REPLACED``."""
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -1,4 +1,4 @@
-"""Ranks of another pid namespace, as in a container beside that of the SMP, are known by the locks that they hold."""
+"""Ranks of another pid namespace, as in a container next to the SMP's, are known by the locks that they hold."""
 
 from __future__ import annotations
 

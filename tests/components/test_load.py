@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ftckpt.errors import ArenaError
 from ftckpt.group import Group
-from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.destinations import TargetParts
 from ftckpt.memory.image import Span
 from ftckpt.memory.locations import Location, OpenArenas, SlotAt
 from ftckpt.model.fragment import Box, Fragment
@@ -34,7 +34,7 @@ SLOT_BYTES = 1 << 12
 
 
 class Exchange:
-    """What the ranks of a job share when they are threads."""
+    """The shared state of a job's ranks when they are threads."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size)
@@ -52,7 +52,7 @@ class Message:
 
 
 class Work:
-    """What ``start_send`` and ``start_receive`` give."""
+    """The result of ``start_send`` and ``start_receive``."""
 
     def __init__(self, group: ThreadGroup, done: Callable[[], bool]) -> None:
         self.group, self.done = group, done
@@ -136,9 +136,10 @@ class FakeShard:
         chunks = [Span(at, min(at + 1000, len(data))) for at in range(0, len(data), 1000)]
         self.image = SimpleNamespace(chunks=chunks, objects=Span(len(data), len(data)))
 
-    def scatter(self, number: int, targets: Sequence[LoadTarget]) -> None:
-        for begin, memory in targets:
-            memory[:] = self.data[begin : begin + len(memory)]
+    def scatter(self, number: int, parts: TargetParts) -> None:
+        for part in parts():
+            for begin, memory in part.targets:
+                memory[:] = self.data[begin : begin + len(memory)]
 
 
 def run_ranks(size: int, rank_main: Callable[[ThreadGroup], Any]) -> list[Any]:
@@ -171,7 +172,7 @@ NODES = ["n0", "n0", "n1", "n1"]
 
 @st.composite
 def blocks(draw: st.DrawFn) -> StridedCopy:
-    """Any loops of up to three dimensions inside a slot; what they write is packed behind each other."""
+    """Any loops of up to three dimensions inside a slot; their writes are packed one after another."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     strides: list[int] = []
     for size in reversed(shape):
@@ -199,7 +200,7 @@ def plans(draw: st.DrawFn) -> list[list[IntervalRequest]]:
 
 
 def held(slot: bytes, block: StridedCopy) -> bytes:
-    """What a block reads, in its order."""
+    """The bytes that a block reads, in its order."""
     at = np.full(1, block.source)
     for size, stride in zip(block.shape, block.source_strides, strict=True):
         at = (at[:, None] + np.arange(size) * stride).reshape(-1)
@@ -207,7 +208,7 @@ def held(slot: bytes, block: StridedCopy) -> bytes:
 
 
 def wanted(rank: int, wish: IntervalRequest, spread_out: bool) -> tuple[Transfer, torch.Tensor, list[int]]:
-    """One item with the bytes of all blocks, behind each other or with gaps, in a tensor of its own."""
+    """One item with the bytes of all blocks, one after another or with gaps, in a tensor of its own."""
     owner, slot, found = wish
     step = 2 if spread_out else 1
     placed, starts, position = [], [], 8
@@ -292,7 +293,7 @@ def test_ranks_hand_on_what_they_have_fetched_whatever_order_they_want_it_in(mon
 
 
 def test_a_rank_of_many_has_few_partners() -> None:
-    """What a rank has of one tensor is a part as large as any other's: each rank needs what all of them hold."""
+    """All ranks have equal parts of one tensor, and each rank needs all parts."""
     nodes, local, part = 8, 4, 3 * 4096
     size, numel = nodes * local, nodes * local * part
     whole = Box((0,), (numel,))

@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from ftckpt.memory.directory import SMP_LOG_NAME
-from ftckpt.smp.client import LogTail
 from ftckpt.smp.footprint import BoundedLog
+from ftckpt.smp.watch import LogTail
 from tests.support.errors import lacks
 
 

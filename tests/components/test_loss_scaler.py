@@ -1,4 +1,4 @@
-"""The loss scale under DeepSpeed: a dynamic one goes on where it stood; any other is what the configuration says."""
+"""The loss scale under DeepSpeed: a dynamic one is restored; a static one comes from the configuration."""
 
 from __future__ import annotations
 

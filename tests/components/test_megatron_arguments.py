@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from enum import Enum
 from typing import Any
 
 import pytest
 
-from ftckpt.config import Config
-from ftckpt.megatron import callbacks
 from ftckpt.megatron.counters import Counters
 from ftckpt.model import objects
 from ftckpt.universal.megatron.common import make_common
@@ -39,19 +36,18 @@ def test_a_step_that_was_named_is_a_rollback(
         def restore(self, newer_than: int, rollback: bool, lasting: bool) -> None:
             calls.append((newer_than, rollback, lasting))
 
-    training: Any = type(sys)("megatron.training")
-    training.get_args = lambda: Namespace(iteration=iteration, ckpt_step=ckpt_step, non_persistent_ckpt_type=kind)
-    monkeypatch.setitem(sys.modules, "megatron.training", training)
-    monkeypatch.setattr(callbacks.door, "config", Config(enabled=True))
-    monkeypatch.setattr(callbacks.door, "is_installed", True)
+    pytest.importorskip("megatron.core")
+    from ftckpt.megatron import train_loop
+
     monkeypatch.setattr("ftckpt.megatron.attach", lambda *args: Restored())
-    monkeypatch.setattr(callbacks, "_counters", None)
-    callbacks.restore([], object(), None)
+    monkeypatch.setattr(train_loop, "_counters", None)
+    given = Namespace(iteration=iteration, ckpt_step=ckpt_step, non_persistent_ckpt_type=kind)
+    train_loop.restore(given, [], object(), None)
     assert calls == [told]
 
 
 class Backend(Enum):
-    """As some of Megatron-LM's arguments are."""
+    """A type like those of some of Megatron-LM's arguments."""
 
     AUTO = 1
 

@@ -1,4 +1,4 @@
-"""The memory check: which limit binds, for each kind of limit, and what its message says."""
+"""The memory check: which limit binds, for each kind of limit, and its message."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """One on which arenas lie where others have shared memory: 64 MiB, of which 60 are free."""
+    """A file system shared by arenas and others' shared memory: 64 MiB, 60 of them free."""
     host = Host(tmp_path, monkeypatch)
     monkeypatch.setattr(memory_limits, "_SHARED", host.path)
     host.put(host.proc / "meminfo", f"MemTotal: {64 * GIB >> 10} kB\nMemAvailable: {12 * GIB >> 10} kB\n")

@@ -1,4 +1,4 @@
-"""The table of metrics, the page that is made of it, and what is told of a node whose status is known."""
+"""The table of metrics, its generated page, and the metrics of a node whose status is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_page_is_made_of_the_table() -> None:
 
 
 def expressions() -> dict[str, str]:
-    """Of all alerts and panels, by their titles."""
+    """The queries of all alerts and panels, by their titles."""
     groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
     found = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
     dashboard = json.loads((MONITORING / "grafana.json").read_text())
@@ -42,5 +42,7 @@ def test_each_alert_names_a_severity_and_a_page_that_says_what_to_do() -> None:
     for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")
-            page, _, heading = rule["annotations"]["runbook"].partition(": ")
-            assert f"\n## {heading}\n" in (ROOT / page).read_text() and rule["annotations"]["summary"]
+            page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+            headings = re.findall(r"^## (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings]
+            assert rule["annotations"]["summary"]

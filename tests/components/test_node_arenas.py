@@ -1,4 +1,4 @@
-"""Going over to another manifest: never more slots than configured, and what is whole stays."""
+"""Changes to another manifest: never more slots than configured, and committed snapshots stay."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from ftckpt.memory.image import SlotImage
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, end, on_all, ranks, settle, start, stop, write
+from tests.support.arenas import SHARE, Rank, complete, end, on_all, ranks, settle, start, stop
 from tests.support.killing import fails_with
+from tests.support.snapshots import LINEAGE, fill, seal, write
 
 KEEP = SnapshotId(LINEAGE, 4)
 MORE = SHARE + 8192
 
 
 def trained(root: Path, number: int = 2, slots: int = 2) -> list[Rank]:
-    """Ranks on all of which 4 is whole; 5 is sealed by rank 0 and half written by the others."""
+    """Ranks with snapshot 4 committed; 5 is sealed by rank 0 and half written by the others."""
 
     def train(member: Rank) -> None:
         start(member)
-        write(member.have, 0, 4)
+        fill(member.have, 0, 4, hashed=True)
         member.have.control.mark_whole(KEEP)
-        write(member.have, 1, 5, seal=member.rank == 0)
+        write(member.have, 1, 5)
+        if member.rank == 0:
+            seal(member.have, 1, 5, hashed=True)
 
     members = ranks(root, number, slots)
     on_all(members, train)
@@ -64,7 +67,7 @@ def chosen(root: Path) -> int | None:
 
 @pytest.fixture
 def peaks(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The most memory that each shard was seen to use, looked at whenever pages have been allocated."""
+    """The peak memory of each shard, measured whenever pages have been allocated."""
     seen: dict[str, int] = {}
     reserve = mapping.reserve
     one_at_a_time = threading.Lock()
@@ -96,10 +99,10 @@ def test_no_more_slots_than_configured_at_any_time(
     assert max(peaks.values()) <= slots * large
     on_all(members, complete)
     assert [files(member) for member in members] == [sorted([1, slots - 1])] * 2, "allocated before the old one went"
-    on_all(members, lambda member: write(member.have, 0, 6))
+    on_all(members, lambda member: fill(member.have, 0, 6, hashed=True))
     assert on_all(members, finish) == [[slots - 1]] * 2
     assert [files(member) for member in members] == [[slots]] * 2 and max(peaks.values()) <= slots * large
-    on_all(members, lambda member: write(member.have, slots - 1, 7))
+    on_all(members, lambda member: fill(member.have, slots - 1, 7, hashed=True))
     assert chosen(arena_root) == 7
     end(members)
     assert list(arena_root.iterdir()) == []
@@ -111,7 +114,7 @@ def test_marks_that_differ_by_a_verdict_cost_nothing_that_is_protected(arena_roo
     on_all(members, start)
     for member in members:
         for slot, iteration in enumerate((2, 3, 4, 5)):
-            write(member.have, slot, iteration)
+            fill(member.have, slot, iteration, hashed=True)
         member.have.control.mark_protected(SnapshotId(LINEAGE, 4 - member.rank))
     stop(members)
     again, whole = ranks(arena_root, 2, slots=4), SnapshotId(LINEAGE, 5)
@@ -132,9 +135,9 @@ def test_what_is_protected_after_a_restart_is_the_newest_that_any_mark_names() -
 
 
 def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is protected would have gone for nothing."""
+    """The protected snapshot would have been dropped for nothing."""
     members = trained(arena_root, slots=3)
-    on_all(members, lambda member: write(member.have, 2, 3))
+    on_all(members, lambda member: fill(member.have, 2, 3, hashed=True))
     on_all(members, lambda member: member.have.control.mark_protected(SnapshotId(LINEAGE, 3)))
 
     def full(path: Path, need_bytes: int) -> None:
@@ -158,7 +161,7 @@ def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.Mon
 def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     members = trained(arena_root, 1)
     on_all(members, replace)
-    on_all(members, lambda member: write(member.have, 0, 6))
+    on_all(members, lambda member: fill(member.have, 0, 6, hashed=True))
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
         assert on_all(members, finish) == [[]]
@@ -166,7 +169,7 @@ def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: 
     assert member.events.all[-1][0] == "arena_problem" and str(member.events.all[-1][1])
     assert not member.have.verify(0) and not member.have.allocated(1) and files(member) == [1]
     assert complete(member) == [1] and complete(member) == []
-    write(member.have, 1, 7)
+    fill(member.have, 1, 7, hashed=True)
     assert not member.have.verify(1)
     end(members)
 
@@ -184,7 +187,7 @@ def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, in
     assert max(peaks.values(), default=0) <= 2 * large
     on_all(members, complete)
     assert [files(member) for member in members] == [[2] if share == SHARE else [1, 1]] * 2
-    on_all(members, lambda member: write(member.have, 1 if share == SHARE else 0, 6))
+    on_all(members, lambda member: fill(member.have, 1 if share == SHARE else 0, 6, hashed=True))
     on_all(members, finish)
     assert [files(member) for member in members] == [[2]] * 2
     end(members)
@@ -203,7 +206,7 @@ def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
 
     assert shards() == ["dp0", "dp0", "dp1", "dp1", "dp2", "dp3", "dp4"]
     assert [files(member) for member in members] == [[1, 1], [1, 2]], "three and two slots of old arenas are theirs"
-    write(members[0].have, 0, 6)
+    fill(members[0].have, 0, 6, hashed=True)
     assert complete(members[0]) == []
     members[1].arenas.remove_old()
     assert shards() == ["dp0", "dp0", "dp1", "dp2", "dp4"]
@@ -231,7 +234,7 @@ def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
 def test_changing_twice_before_a_new_snapshot_is_whole(arena_root: Path, peaks: dict[str, int]) -> None:
     members = trained(arena_root)
     on_all(members, replace)
-    on_all(members, lambda member: write(member.have, 0, 6, seal=False))
+    on_all(members, lambda member: write(member.have, 0, 6))
     peaks.clear()
     on_all(members, lambda member: replace(member, share=MORE + 4096))
     assert [files(member) for member in members] == [[1, 1]] * 2

@@ -135,7 +135,7 @@ def test_an_smp_that_starts_late_is_told_the_last_word_and_training_waits_at_its
 def test_an_smp_that_could_not_be_told_is_told_again(
     smp: Smp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new layout at once, the same one after a rest."""
+    """A new layout at once, the same one after a pause."""
     events: list[str] = []
     smp.starts, leader = [no_memory], of_rank(0, events)
     configured(leader, tmp_path, "first")
@@ -155,7 +155,7 @@ def test_an_smp_that_could_not_be_told_is_told_again(
 
 
 def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(smp: Smp, tmp_path: Path) -> None:
-    """And reports at its end why nothing came to storage."""
+    """And reports at its end why nothing was flushed."""
     events: list[str] = []
     smp.starts, leader = [no_memory], of_rank(0, events)
     configured(leader, tmp_path)
@@ -168,7 +168,7 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(smp: Smp, tmp_path
 
 
 def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(smp: Smp, tmp_path: Path) -> None:
-    """It would bring this one's snapshots to storage in the name of that one."""
+    """It would flush this job's snapshots in the name of the other one."""
     digests = []
     for attempt in ("earlier", "this"):
         leader = of_rank(0, attempt=attempt)

@@ -33,7 +33,7 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (0, 3), (2, 0, 4), (2, 3,
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Equality that tells types, NaN payloads, signs of zero and the order of keys."""
+    """Equality that distinguishes types, NaN payloads, signs of zero and the order of keys."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -192,7 +192,7 @@ def test_any_json_is_a_value_or_corrupt(value: Any) -> None:
 
 
 def test_bytes_lie_on_the_host_whatever_the_default_device_is() -> None:
-    """As in a script that makes all its tensors on a device."""
+    """A script that makes all its tensors on a device."""
     empty = torch.empty(0, dtype=torch.float64)
     with torch.device("meta"):
         made = [host_memory(3), decode(encode({"x": empty}))["x"]]

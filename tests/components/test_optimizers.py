@@ -56,6 +56,17 @@ def test_what_keeps_more_than_its_state_is_refused_by_the_setting(setting: str) 
         optimizers.materialise(optimizer)
 
 
+def test_classes_of_one_name_are_different_optimizers() -> None:
+    kinds = [
+        type("Lion", (torch.optim.SGD,), {"__module__": module}) for module in ("one.lion", "other", "torch.optim")
+    ]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    names = [optimizers.kind_of(kind([parameter], lr=0.1)) for kind in kinds]
+    assert len({*names}) == 3 and names[2] == "Lion"
+    with raises(MismatchError, *names[:2]):
+        optimizers.check_kind(kinds[0]([parameter], lr=0.1), names[1])
+
+
 def leaf(*groups: dict[str, Any]) -> Any:
     return SimpleNamespace(optimizer=SimpleNamespace(param_groups=list(groups)))
 

@@ -1,4 +1,4 @@
-"""What a launcher run came to: who reads it, who may not, and when it is gone."""
+"""The record of a launcher run: who reads it, who may not, and when it is deleted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(env: Mapping[str, str] = os.environ) -> LauncherRun:
-    """What another process of this launcher run finds."""
+    """The record as another process of this launcher run finds it."""
     launch_record._runs.clear()
     return launcher_run(env)
 
@@ -51,7 +51,7 @@ def test_starts_are_counted_until_a_snapshot_is_made() -> None:
 
 
 def test_an_attempt_that_comes_further_than_all_before_it_ends_the_row() -> None:
-    """It goes on from checkpoints of its script's own. One that fails where others did is counted, from the first."""
+    """It resumes from checkpoints of its script. Attempts that fail at the same place are counted, from the first."""
     run = "a"
     reached = (99, 4, 8, 8, 12, 12, 11, 12)  # the first of these is of another launcher run
     assert [LauncherRun(run).begin("j", at) for at in reached] == [0, 1, 0, 1, 0, 1, 2, 3]
@@ -61,7 +61,7 @@ def test_an_attempt_that_comes_further_than_all_before_it_ends_the_row() -> None
 
 
 def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -> None:
-    """As with a second engine; whoever comes later has the end before it."""
+    """A second engine, for example; later processes see the first end."""
     run = LauncherRun("a")
     assert not run.before.over
     assert run.end(None, "no room") and not run.end(None, "no room")
@@ -159,7 +159,7 @@ def test_an_error_is_said_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """By the first rank of a machine; of what all ranks raise, on the machine of rank 0. Without a record by each."""
+    """By the first rank of a machine; errors of all ranks on the machine of rank 0. Without a record by each rank."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert [launcher.refuse(error) for _ in range(3)] == [2, 2, 2]
@@ -272,7 +272,7 @@ PARSES = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--laye
     ],
 )
 def test_arguments_that_a_script_does_not_take_are_tried_once(script: str, code: int | None, tmp_path: Path) -> None:
-    """Unlike another exit with the same code, of which nobody knows what it means."""
+    """Unlike another exit with the same code, whose meaning is unknown."""
     text = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {script}\nlauncher.leave(main)"
     run_python(text, FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
     assert LauncherRun("a.n").read().code == code

@@ -1,4 +1,4 @@
-"""The SMP keeps out of training's way, and still gets its work done."""
+"""The SMP does not delay training, and still gets its work done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftckpt.smp.work import MAX_NETWORK_SECS, MAX_SECS, Bucket, CooperativeYield
 
 
 class Clock:
-    """A clock that goes on when somebody waits."""
+    """A clock that advances when somebody waits."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -113,7 +113,7 @@ def test_transfers_hold_while_training_uses_the_network(clock: Clock) -> None:
 
 
 def test_what_is_known_of_the_iteration_decides_in_the_place_of_phases(clock: Clock) -> None:
-    """Three seconds are busy, and phases say that all are."""
+    """Three seconds are busy, and phases report that all are."""
     begun = clock.now
     needs: list[float] = []
 

@@ -1,4 +1,4 @@
-"""Copies go where there is room: windows first, then forward, then backward, at last the fence."""
+"""Copies use free time: windows first, then forward, then backward, at last the fence."""
 
 from __future__ import annotations
 
@@ -132,20 +132,6 @@ def test_the_first_iteration_is_not_counted_and_one_slow_one_moves_nothing() -> 
     timeline = profile.timeline
     assert timeline is not None
     assert timeline.secs == SECS
-
-
-def test_until_it_was_measured_the_model_holds_at_the_speed_of_the_first_iteration() -> None:
-    profile = Profile()
-    profile.expect(KINDS[1:7], (1.0, 2.0, 0.0, 4.0, 0.0, 3.0))
-    assert profile.timeline is None
-    profile.add(iteration())
-    timeline = profile.timeline
-    assert timeline is not None
-    assert timeline.secs == pytest.approx((0.0, 0.6, 1.2, 0.0, 2.4, 0.0, 1.8, 0.0, 0.5))
-    other = Profile()
-    other.expect(("window", "forward"), (1.0, 1.0))
-    other.add(iteration())
-    assert other.timeline is None
 
 
 def test_another_schedule_is_measured_anew() -> None:

@@ -1,4 +1,4 @@
-"""Packages: what a node keeps of another's shard is whole, and of the snapshot that it names, or refused."""
+"""Packages: a mirrored package is complete, and of the snapshot that it names, or refused."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from ftckpt.memory.package import (
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
+from tests.support import snapshots
 from tests.support.errors import raises
 from tests.support.killing import fails_with
 from tests.support.processes import running_python
@@ -55,16 +56,9 @@ def arena(node_dir: Path) -> Iterator[Arena]:
 
 
 def write(arena: Arena, slot: int, iteration: int, hashed: bool = True, objects: bytes = b"objects") -> None:
-    arena.control.begin(slot)
     random = np.random.default_rng(iteration)
-    with arena.slot(slot) as view:
-        for span in (arena.image.stepped, arena.image.volatile):
-            view[span.begin : span.end] = random.bytes(span.nbytes)
-        view[arena.image.objects.begin : arena.image.objects.begin + len(objects)] = objects
-    for chunk in range(len(arena.image.chunks) if hashed else 0):
-        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
-    arena.control.seal(slot, SnapshotId(LINEAGE, iteration), hashed=hashed)
+    snapshots.store(arena, slot, (random.bytes(one.nbytes) for one in arena.manifest.fragments), objects)
+    snapshots.seal(arena, slot, iteration, hashed, LINEAGE)
 
 
 def hand_made(iteration: int = 3, coords: dict[str, int] | None = None) -> Package:

@@ -1,4 +1,4 @@
-"""What the ranks of a node and its SMP tell about themselves, and what nobody can be fooled by."""
+"""The heartbeats of a node's ranks and SMP, which corruption cannot fake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ftckpt.memory.directory import PULSE_NAME
-from ftckpt.memory.heartbeat import FlushState, Heartbeat, SmpState
+from ftckpt.memory.heartbeat import FlushState, Heartbeat
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.waiting import until
 
@@ -99,7 +99,7 @@ def test_how_far_all_ranks_came_is_known_when_they_have_left(arena_root: Path) -
     for iteration, one in zip((7, 6), ranks, strict=True):
         one.beat(iteration, "start")
         one.leave()
-    Heartbeat.open(arena_root, None).beat_smp(SmpState.GUARDING)
+    Heartbeat.open(arena_root, None).beat_smp()
     assert Heartbeat.open(arena_root, None).furthest() == 7
     again = Heartbeat.open(arena_root, 0)
     assert again.furthest() == 6
@@ -125,13 +125,11 @@ def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
 
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
     trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
-    assert not trainer.smp_alive(60) and trainer.smp()[0] == 0
-    smp.beat_smp(SmpState.WAITING)
-    assert trainer.smp_alive(60) and trainer.smp()[2] == SmpState.WAITING
+    assert not trainer.smp_alive(60) and trainer.smp_beat()[0] == 0
     smp.beat_smp()
-    assert trainer.smp()[2] == SmpState.GUARDING
-    smp.beat_smp(SmpState.CANNOT, 7)
-    assert trainer.smp()[2] == SmpState.CANNOT and trainer.smp_cannot(7)
+    assert trainer.smp_alive(60) and not trainer.smp_cannot(7)
+    smp.beat_smp(7)
+    assert trainer.smp_cannot(7)
     assert not trainer.smp_cannot(8), "it speaks of an older target"
     smp.beat_smp()
     assert not trainer.smp_cannot(7)
@@ -172,12 +170,12 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
 
 
 def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
-    """In another pid namespace nobody could tell that they do not live: a pod that came back with fewer ranks."""
+    """In another pid namespace dead ranks cannot be detected: a pod that restarts with fewer ranks."""
     for place in range(4):
         Heartbeat.open(arena_root, place, place).beat(7, "optimizer")
     words(arena_root)[:4, 1] += 1
     smp = Heartbeat.open(arena_root, None)
-    smp.beat_smp(SmpState.GUARDING, digest=5)
+    smp.beat_smp(digest=5)
     mine = Heartbeat.open(arena_root, 0, 0)
     mine.forget_others(2)
     assert [pulse.place for pulse in smp.ranks()] == [0, 1]
@@ -188,7 +186,7 @@ def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
     smp, rank = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0)
     one, other = SnapshotId(b"a" * 16, 7), SnapshotId(b"b" * 16, 7)
     assert rank.flush_state(one) == FlushState.NONE
-    smp.beat_smp(SmpState.GUARDING, digest=5)
+    smp.beat_smp(digest=5)
     smp.tell_flush(one, FlushState.DONE)
     assert rank.flush_state(one) == FlushState.DONE and rank.flush_state(other) == FlushState.NONE
     smp.tell_flush(other, FlushState.WORKING)

@@ -30,7 +30,7 @@ from ftckpt.parity.groups import Member, ParityGroup
 OLD, NEW = SnapshotId(b"o" * 16, 1), SnapshotId(b"n" * 16, 3)
 OTHER = SnapshotId(b"o" * 16, 2)
 Claims = dict[str, Any]
-"""What a reader of a file believes, by what it speaks of."""
+"""The facts that a reader of a file believes, by their subject."""
 
 
 def whole(key: str, shape: int) -> Fragment:
@@ -40,7 +40,7 @@ def whole(key: str, shape: int) -> Fragment:
 MANIFEST = Manifest({"dp": 0}, {"dp": 1}, (whole("w", 20000),), (whole("rng", 5),), 40, 8192)
 CHUNKS = len(SlotImage.of(MANIFEST).chunks)
 LENGTHS = (4096, 100, 50)
-GROUP = ParityGroup.of("node", "xor", 1, 4096, [Member(f"dp{i}", "n", f"a{i}", 0, LENGTHS) for i in range(3)])
+GROUP = ParityGroup.of("node", 1, 4096, [Member(f"dp{i}", "n", f"a{i}", 0, LENGTHS) for i in range(3)])
 HOLDER = 2
 """It has fewer blocks than the others, so that it cannot be taken for one of them."""
 
@@ -54,7 +54,7 @@ class Kind:
     read: Callable[[Path], Claims]
     changes: dict[str, Callable[[Path], None]]
     counts: tuple[int, ...] = (12, 16, 20)
-    """Where the counts (u32) stand that its reader must not believe."""
+    """The offsets of counts (u32) that its reader must not believe."""
 
 
 # --- control ---
@@ -167,7 +167,6 @@ CHECKS = Kind(
         "checked again": changing_checks(lambda file: check(file, 0, OLD, gap=0.5)),
         "encoded": changing_checks(lambda file: file.store_encoded(1, (OTHER, 20))),
         "both": changing_checks(lambda file: check(file, 0, NEW, encoded=True)),
-        "clear": changing_checks(lambda file: file.clear(0)),
         "encoded is revoked": changing_checks(lambda file: file.drop_encoded(0)),
     },
 )
@@ -254,7 +253,7 @@ def made(name: str, folder: Path) -> Path:
 
 
 def believed(kind: Kind, path: Path) -> Claims:
-    """What a reader believes; nothing where it refuses the file."""
+    """The facts that a reader believes; none where it refuses the file."""
     with suppress(ArenaError, MismatchError):
         return kind.read(path)
     return {}
@@ -296,7 +295,7 @@ def dies(change: Callable[[Path], None], path: Path, fatal: int, partial: int) -
 
 
 def records_of(kind: Kind, path: Path) -> list[int]:
-    """Where states stand: every multiple of 64 between header and text, which is more than there are records."""
+    """The offsets of states: every multiple of 64 between header and text, which is more than there are records."""
     raw = path.read_bytes()
     records, words = struct.unpack_from("<II", raw, 12)
     return list(range(HEADER_BYTES, kind.format.text_offset(records, words), RECORD_BYTES))
@@ -330,7 +329,7 @@ def test_death_at_any_store(name: str, change: str, folder: Path) -> None:
 
 
 def test_death_at_any_store_leaves_nothing_torn(folder: Path) -> None:
-    """What a kill leaves is no damage: nobody is told of any."""
+    """The remains of a kill are no corruption: none is reported."""
     for change in CONTROL.changes:
         fatal = 1
         while dies(CONTROL.changes[change], path := made("control", folder), fatal, 0):
@@ -375,7 +374,7 @@ def test_another_version_is_a_mismatch(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("value", [0, 1, 3, 65, 457, 1 << 20, 1 << 31, (1 << 32) - 1])
 def test_hostile_sizes(name: str, value: int, folder: Path) -> None:
-    """Nothing is allocated on the word of a header, and no count is taken that contradicts another one."""
+    """Nothing is allocated because a header asks for it, and no count that contradicts another one is believed."""
     kind = KINDS[name]
     before = kind.read(path := made(name, folder))
     raw = path.read_bytes()
@@ -433,11 +432,11 @@ def test_a_mark_after_a_half_written_one_never_goes_back() -> None:
     stores = Stores(memoryview(bytearray(2 * RECORD_BYTES)))
     mark = Mark(stores, 0)
     assert mark.read() is None
-    for number, snapshot in enumerate((OLD, None, OTHER, NEW)):
-        mark.write(snapshot, number)
-        assert mark.read() == (snapshot, number)
+    for snapshot in (OLD, None, OTHER, NEW):
+        mark.write(snapshot)
+        assert mark.read() == (snapshot,)
     stores.data[0:3] = b"\0\0\0"  # one copy is lost
-    assert mark.read() == (NEW, 3)
-    mark.write(OLD, 9)
+    assert mark.read() == (NEW,)
+    mark.write(OLD)
     stores.data[RECORD_BYTES + 20] ^= 1  # now the other one
-    assert mark.read() == (OLD, 9)
+    assert mark.read() == (OLD,)

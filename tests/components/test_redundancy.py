@@ -12,20 +12,19 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from test_assignment import LoneGroup
 from test_replicas import Gather, in_lockstep, jobs, sets_of, whole
-from test_shares import LoneGroup
 
 from ftckpt.capture.assignment import Assignment, assign
 from ftckpt.capture.chunks import CopyPart, chunk_copies
 from ftckpt.capture.copier import copy_chunk
-from ftckpt.capture.redundancy import Redundancy, SharePlan, SlotParts, burden, lay_out
+from ftckpt.capture.redundancy import Redundancy, SharePlan, SlotParts, lay_out
 from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.group import Group
 from ftckpt.memory.image import SlotImage
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.replicas import ReplicaSets, identity
-from ftckpt.model.shares import deal
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.groups import ParityGroup, slot_groups
@@ -47,7 +46,7 @@ def live(fragment: Fragment) -> torch.Tensor:
 
 
 class World:
-    """What every rank lays out and stores; each rank reads nothing but its own tensors."""
+    """The layout and the slot of every rank; each rank reads nothing but its own tensors."""
 
     def __init__(
         self, held: Held, redundancy: Redundancy, chunk_bytes: int, views: dict[int, ReplicaSets] | None = None
@@ -59,9 +58,7 @@ class World:
         self.images: list[SlotImage] = []
         self.slots: list[torch.Tensor] = []
         for rank, fragments in held.items():
-            runs, private = burden(views[rank], redundancy)
-            cuts = deal(runs, private, None)
-            laid = lay_out(fragments, views[rank], rank, SharePlan(cuts, self.shards, chunk_bytes, redundancy))
+            laid = lay_out(fragments, views[rank], rank, SharePlan(self.shards, chunk_bytes, redundancy))
             stepped = tuple(part.fragment for part in laid.parts)
             manifest = Manifest({"dp": rank}, {}, stepped, (), 64, chunk_bytes, sections=laid.sections)
             self.laid.append(laid)
@@ -155,7 +152,7 @@ def assigned(redundancy: Sequence[Redundancy]) -> list[Assignment]:
     def run(rank: int, gather: Gather) -> Assignment:
         group = cast(Group, LoneGroup(rank, 4, gather))
         topology = Topology(rank, MEMBERS, {"pp": 2, "dp": 2})
-        return assign(group, topology, described(rank), 1 << 12, 1 << 16, None, redundancy[rank])
+        return assign(group, topology, described(rank), 1 << 12, 1 << 16, redundancy=redundancy[rank])
 
     return in_lockstep(run, 4)
 

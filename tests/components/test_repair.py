@@ -1,4 +1,4 @@
-"""Stripes are solved in an order that works, in bounded memory, into slots that claim nothing until whole."""
+"""Stripes are solved in an order that works, in bounded memory, into slots that are not sealed until complete."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.corruption import OBJECTS, Corruption
 from ftckpt.memory.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
 from ftckpt.memory.package import Package, load, package_path
 from ftckpt.memory.slots import slot_name
@@ -28,17 +29,9 @@ from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, Input, RepairTask, ShardRepair, batches, levels, solve_slice
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
-from tests.support.protected import (
-    LINEAGE,
-    Job,
-    build,
-    contents,
-    file_groups,
-    flip,
-    flip_chunk,
-    record_begin,
-    slot_of,
-)
+from tests.support.flips import flip
+from tests.support.protected import Job, build, contents, file_groups, flip_chunk, record_begin
+from tests.support.snapshots import LINEAGE, slot_of
 
 CHUNK = 64
 ME, OTHER = 0, 1
@@ -58,7 +51,7 @@ class World:
         for stripe in stripes(group):
             data = [None if c < 0 else self.chunks[self.chunk(m, c)] for m, c in stripe.data]
             for row, (holder, block) in enumerate(stripe.blocks):
-                found = encode(group.code, data, stripe.length, row, group.losses)
+                found = encode(data, stripe.length, row, group.losses)
                 self.blocks[group.name, holder, block] = found
                 at = block_chunk(group, holder, block)
                 if at is not None:
@@ -103,7 +96,7 @@ def groups(draw: st.DrawFn) -> ParityGroup:
         found.append(Member(f"s{index}", f"n{index}", f"s{index}", draw(st.integers(0, 2)), cut))
     mode = draw(st.sampled_from(["peer", "slots"]))
     if mode == "peer" or code == "rs":
-        return ParityGroup.of("peer", code, losses, CHUNK, found)
+        return ParityGroup.of("peer", losses, CHUNK, found)
     mode = "replica" if code == "xor" else "copy"
     name = slot_group_name(mode, [m.shard for m in found], [m.shard for m in found])
     behind = [m.first + len(m.lengths) for m in found]
@@ -148,9 +141,8 @@ def test_every_lost_chunk_comes_back_byte_for_byte(group: ParityGroup, data: st.
 def test_a_repair_that_needs_another_stands_behind_it(arena_root: Path) -> None:
     """A node's chunk comes from its peers, the next one from the node's parity over it."""
     job = Job(arena_root, ("a", "a", "a", "b", "b", "b"), Modes(node=True, peer=True))
-    groups_of = file_groups(job)
     lost = {("dp0", chunk) for chunk in range(6)} | {("dp1", chunk) for chunk in range(6)}
-    repairs, unsolved = solve(groups_of, lost, set())
+    repairs, unsolved = solve(file_groups(job), lost, set())
     assert not unsolved
     found = levels(repairs)
     assert len(found) > 1
@@ -259,7 +251,7 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
 def test_a_rebuild_takes_the_slot_that_is_needed_least(
     held: tuple[int | None, ...], keep: tuple[frozenset[SnapshotId], ...], left: set[int], arena_root: Path
 ) -> None:
-    """Whatever it took is gone when it fails: what would be taken in its place must not be that."""
+    """Whatever it allocated is freed when it fails: the next allocation must not find it."""
     job, package, _ = made(arena_root)
     with closing(Arena.open(job.path(1), writable=True)) as arena:
         for slot, iteration in enumerate(held):
@@ -291,14 +283,18 @@ def test_wrong_bytes_are_found_by_the_packages_checksums(arena_root: Path) -> No
     assert sealed(job) == {3, 4}
 
 
-def test_a_slot_whose_bytes_of_the_package_went_bad_is_not_sealed(arena_root: Path) -> None:
+@pytest.mark.parametrize("part", ["mutable state", "objects"])
+def test_a_slot_whose_bytes_of_the_package_went_bad_is_not_sealed(arena_root: Path, part: str) -> None:
     job, package, _ = made(arena_root)
     chunks, building = chunks_of(job), new_slot(job, package)
     building.open()
     put_all(building, chunks)
     image = building.arena.image
-    flip(job.path(1) / slot_name(building.at.slot), image.volatile.begin)
-    assert building.finish().chunks == (image.num_stepped_chunks,)
+    region, bad = image.volatile, Corruption((image.num_stepped_chunks,))
+    if part == "objects":
+        region, bad = image.objects, Corruption(parts=(OBJECTS,))
+    flip(job.path(1) / slot_name(building.at.slot), region.begin)
+    assert building.finish() == bad
     building.close()
     assert sealed(job) == {3, 4}
 

@@ -1,4 +1,4 @@
-"""A whole restart of ranks that are threads: verified, rebuilt, void, loaded, in the same layout and in another."""
+"""Restarts of ranks that are threads: verify, reconstruct, invalidate, load, in the same layout and in another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import xxhash
 from test_load import run_ranks
 
 from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
@@ -38,8 +37,9 @@ from ftckpt.restore.restart import Restart
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
 from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.protected import LINEAGE, Job, build, contents, flip_chunk, slot_of
+from tests.support.protected import Job, build, contents, flip_chunk
 from tests.support.smp_nodes import Seen
+from tests.support.snapshots import LINEAGE, seal, slot_of, store
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -48,7 +48,7 @@ NODE, PEER = Modes(node=True), Modes(peer=True)
 
 @dataclass
 class Start:
-    """What one rank saw of a restart."""
+    """A restart as one rank saw it."""
 
     decision: Decision | None
     source: str
@@ -70,7 +70,7 @@ def restart(
     unproven: bool = False,
     storage: str = "",
 ) -> list[Start]:
-    """All ranks choose, void what is newer, do ``then`` and record the lineage; ``loaded`` by the script."""
+    """All ranks choose, invalidate newer snapshots, do ``then`` and record the lineage; ``loaded`` by the script."""
 
     def run(group: Any) -> Start:
         mine, events = replace(topology, rank=group.rank), Seen()
@@ -157,7 +157,7 @@ def test_a_block_that_is_bad_is_not_used_and_the_snapshot_before_is_taken(arena_
 def test_a_rebuild_that_fails_has_not_taken_what_comes_in_its_place(
     arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 4 a shard is lost, which no parity covers: its slots are of no use, and are taken before the older 3."""
+    """A shard of 4 is lost and has no parity: its slots are useless, and are reused before those of the older 3."""
     job = Job(arena_root, ("a", "a", "a"), NODE)
     build(job, (3, 4, 5), (5,))
     wanted = [contents(job, rank, 3) for rank in range(3)]
@@ -174,7 +174,7 @@ def test_a_rebuild_that_fails_has_not_taken_what_comes_in_its_place(
 
 
 def test_a_wrong_checksum_of_a_package_does_not_pass(arena_root: Path) -> None:
-    """Of an unprotected snapshot whose chunk was changed after its checksum was taken nothing is restored."""
+    """An unprotected snapshot with a chunk that was changed after its checksum was taken is not restored."""
     job = Job(arena_root, ("a", "b"), Modes())
     build(job, (5,), ())
     flip_chunk(job, 1, 5, 0)
@@ -206,12 +206,12 @@ def found(iteration: int, lineage: Lineage = FIRST) -> Lineage:
 
 
 def named(iteration: int, *branches: Branch) -> Lineage:
-    """A history that a load of ``iteration`` by name has begun."""
+    """A history that starts with a load of ``iteration`` by name."""
     return Lineage(branches or (Branch(2),), (f"load of iteration {iteration}",), iteration)
 
 
 def trained(root: Path, lineage: Lineage, *iterations: int) -> Job:
-    """Two nodes with unprotected snapshots of ``lineage``, all of them whole."""
+    """Two nodes with unprotected, committed snapshots of ``lineage``."""
     job = Job(root, ("a", "b"), Modes())
     build(job, iterations, ())
     for rank in range(len(job.nodes)):
@@ -265,7 +265,7 @@ def test_the_newer_of_storage_and_memory_counts_unless_the_user_went_back(
 
 
 def test_a_node_that_was_away_while_the_user_went_back_repeats_nothing(arena_root: Path) -> None:
-    """What one node knows counts for all, and what it has of the other history goes."""
+    """The knowledge of one node counts for all, and its snapshots of the other lineage are dropped."""
     job = trained(arena_root, found(200), 150)
     write_lineage(job.node_dir("a"), named(100))
     starts = restart(job.topology, job.node_dir, loaded=ONE(100, named=True), on_lost="fresh")
@@ -274,7 +274,7 @@ def test_a_node_that_was_away_while_the_user_went_back_repeats_nothing(arena_roo
 
 
 def test_what_was_abandoned_while_a_node_was_away_does_not_come_back_with_it(arena_root: Path) -> None:
-    """Its parity and packages could bring back the others' part of it, too."""
+    """Its parity and packages could reconstruct the others' part of it, too."""
     job = Job(arena_root, ("a", "b"), PEER)
     build(job, (240, 260), (260,))
     with closing(Arena.open(job.path(0), writable=True)) as arena:
@@ -297,7 +297,7 @@ def test_a_node_that_was_away_keeps_what_both_histories_share(arena_root: Path) 
 @pytest.mark.parametrize("damage", ["bytes", "layout"])
 @pytest.mark.parametrize("storage", [249, 251])
 def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Path, damage: str, storage: int) -> None:
-    """What is older than that is abandoned, and nothing is asked of it."""
+    """Older snapshots are abandoned, and not queried."""
     job = trained(arena_root, FIRST, 249, 250)
     topology = job.topology
     if damage == "bytes":
@@ -319,7 +319,7 @@ def test_newer_storage_counts_beside_memory_that_cannot_be_taken(arena_root: Pat
 def test_what_was_loaded_in_training_counts_whatever_memory_has(
     arena_root: Path, iteration: int, before: int
 ) -> None:
-    """Of an iteration that was named at the start too, and where the job was rolled back before another one then."""
+    """Also for an iteration that was named at the start, and after a rollback before another one."""
     job = trained(arena_root, FIRST, 249, 250)
     loaded = ONE(iteration, in_training=True)
     starts = restart(job.topology, job.node_dir, loaded=loaded, request=Request(before))
@@ -340,7 +340,7 @@ def test_a_job_is_rolled_back_before_an_iteration_once(arena_root: Path) -> None
 
 
 def test_a_job_branches_at_what_it_takes_however_far_before_the_iteration_that_lies(arena_root: Path) -> None:
-    """What it takes anew in between belongs to the new branch alone, with the doubts that come up there."""
+    """New snapshots in between belong to the new branch alone, with the doubts that arise there."""
     job = trained(arena_root, FIRST, 240, 260)
     after = restart(job.topology, job.node_dir, request=Request(251))[0].after
     assert after.branches == (Branch(1), Branch(2, 240)) and after.generation_at(245) == 2
@@ -391,7 +391,7 @@ def test_what_is_rebuilt_is_of_the_history_that_the_job_is_in(arena_root: Path) 
 
 
 def test_a_node_that_was_away_and_gets_a_rebuilt_shard_keeps_that(arena_root: Path) -> None:
-    """What it has of the abandoned branch goes before anything is reconstructed there, not after."""
+    """Its snapshots of the abandoned branch are dropped before anything is reconstructed there, not after."""
     job = Job(arena_root, ("a", "b"), PEER)
     build(job, (500,), (500,))
     write_lineage(job.node_dir("a"), FIRST.branch(99))
@@ -512,7 +512,7 @@ class Model:
         return shard, own[0], own[1]
 
     def held(self, rank: int) -> tuple[Fragment, ...]:
-        """What its slot has."""
+        """The contents of its slot."""
         return self.fragments(rank)
 
     def values(self, rank: int) -> list[np.ndarray]:
@@ -526,17 +526,9 @@ class Model:
             private = tuple(fragment.with_key(private_key(fragment.key, f"dp{rank}")) for fragment in held[1:])
             manifest = Manifest({"dp": rank}, self.topology.layout, held[:1], private, 400, 4096)
             with closing(Arena.create(self.node_dir(node), manifest, 2)) as arena:
-                arena.control.begin(0)
-                encoded = objects.encode({"rank": rank})
-                with arena.slot(0) as view:
-                    for offset, value in zip(arena.image.offsets, self.values(rank), strict=False):
-                        view[offset : offset + value.nbytes] = value.tobytes()
-                    begin = arena.image.objects.begin
-                    view[begin : begin + len(encoded)] = encoded
-                for chunk in range(len(arena.image.chunks)):
-                    arena.control.set_chunk_hash(0, chunk, arena.hash_chunk(0, chunk))
-                arena.control.set_objects(0, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-                arena.control.seal(0, SnapshotId(LINEAGE, iteration))
+                parts = [value.tobytes() for value in self.values(rank)][: len(manifest.fragments)]
+                store(arena, 0, parts, objects.encode({"rank": rank}))
+                seal(arena, 0, iteration, True, LINEAGE)
 
     def state(self, rank: int) -> State:
         return State([Piece(f, torch.full((f.numel,), -1.0)) for f in self.fragments(rank)])
@@ -583,7 +575,7 @@ def test_the_same_layout_gives_each_rank_what_it_had(arena_root: Path, moved: bo
 
 
 def test_objects_of_a_shard_on_another_node_come_once(arena_root: Path) -> None:
-    """Ranks 1 and 3 have traded their nodes, and no tensor of theirs lies in what was their own shard."""
+    """Ranks 1 and 3 have traded their nodes, and none of their tensors is in their former shards."""
     old = Replicated(arena_root, ("a", "b", "b", "a"))
     old.write(5)
     states, _ = loaded(replace(old, nodes=("a", "a", "b", "b")), unproven=True)
@@ -596,7 +588,7 @@ def test_objects_of_a_shard_on_another_node_come_once(arena_root: Path) -> None:
 def test_only_beside_its_own_layout_is_a_snapshot_proven_on_the_way(
     others: bool, arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another layout would give in its place does not fill all that was written."""
+    """A fallback to another layout would not overwrite all that was written."""
     model = Model(arena_root, ("a", "b"))
     model.write(5)
     if others:
@@ -707,7 +699,7 @@ def test_a_name_that_neither_storage_nor_memory_has_is_refused(arena_root: Path)
 def test_where_what_was_named_is_bad_a_start_is_refused_and_gives_up_nothing(
     arena_root: Path, on_lost: str, loaded: LoadedCheckpoint
 ) -> None:
-    """Newer snapshots are whole, and nobody asked to begin without them."""
+    """Newer snapshots are complete, and nobody requested a start without them."""
     job = trained(arena_root, FIRST, 20, 25)
     flip_chunk(job, 1, 20, 0)
     with raises(LostError, "--ftckpt-restore-from iter_0000020"):

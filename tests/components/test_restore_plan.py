@@ -54,7 +54,7 @@ def parts(draw: st.DrawFn, shape: tuple[int, ...]) -> Fragment:
 
 
 def values(fragment: Fragment) -> np.ndarray:
-    """What the fragment holds when each element of the tensor is its own flat index."""
+    """The elements of the fragment when each element of the tensor is its own flat index."""
     shape = fragment.global_shape
     whole = np.arange(math.prod(shape)).reshape(shape)
     slices = tuple(slice(o, o + s) for o, s in zip(fragment.box.offset, fragment.box.shape, strict=True))
@@ -202,7 +202,7 @@ def test_blocks_can_be_cut_anywhere_and_counted_in_bytes(data: st.DataObject) ->
 
 
 def positions(block: StridedCopy) -> list[int]:
-    """Where a block reads, in its own order."""
+    """The offsets that a block reads, in its own order."""
     at = np.full(1, block.source)
     for size, stride in zip(block.shape, block.source_strides, strict=True):
         at = (at[:, None] + np.arange(size) * stride).reshape(-1)

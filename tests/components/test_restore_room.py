@@ -1,4 +1,4 @@
-"""What a restart can still use, and that nothing else than the rest is given up."""
+"""The snapshots that a restart can still use, and that only others are evicted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from ftckpt.restore.room import Need, make_room
 from ftckpt.session.protection import Arrangement
 from tests.support import choosing, protected
 from tests.support.errors import raises
-from tests.support.protected import LINEAGE, Job, build, contents
+from tests.support.protected import Job, build, contents
 from tests.support.smp_nodes import Seen
+from tests.support.snapshots import LINEAGE
 
 PEER = Modes(peer=True)
 
@@ -112,7 +113,7 @@ def job(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def held(job: Job, *nodes: str) -> list[list[int]]:
-    """Of each arena of the nodes, whether their slots can be read or not."""
+    """The reports of all arenas of the nodes, whether their slots can be read or not."""
     return [held_in(path) for node in nodes or ("a",) for path in list_arenas(job.node_dir(node))]
 
 
@@ -127,7 +128,7 @@ def used(node_dir: Path) -> int:
 
 
 def freed(job: Job, wanted: frozenset[SnapshotId], leave: tuple[str, ...] = ()) -> int:
-    """What was given up; it is what was announced, and what is gone."""
+    """The evicted snapshots, which are the announced ones and the missing ones."""
     node_dir = job.node_dir("a")
     before, arenas = used(node_dir), [path for path in list_arenas(node_dir) if path.name not in leave]
     announced = in_use(arenas).spare(wanted).free_bytes

@@ -1,4 +1,4 @@
-"""What stays on storage: the newest, some of the older ones, what is pinned, and what a restart reads."""
+"""Retention on storage: the newest, some of the older ones, pinned ones, and those that a restart reads."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_who_loses_the_place_removes_no_more(storage: Storage) -> None:
 
 
 def test_a_second_lineage_of_the_iteration_keeps_its_files(storage: Storage) -> None:
-    """Another run has begun with the same iteration: what it has written already is not of the one that goes."""
+    """Another run has started with the same iteration: its files are not part of the checkpoint that is deleted."""
     storage.put(f"iter_0000001/{NEW.hex()}-n0.safetensors", b"new")
     retire(storage, doomed(1), 4, lambda: True)
     assert [name for name in names(storage) if "iter_0000001" in name] == [f"iter_0000001/{NEW.hex()}-n0.safetensors"]
@@ -177,7 +177,7 @@ class Stepped:
 
 
 def in_order(order: tuple[int, ...], storage: Storage, *actions: Callable[[Any], Any]) -> list[Any]:
-    """Each action on a thread; ``order`` says whose call comes next, the others follow when those are done."""
+    """Each action on a thread; ``order`` lists whose call comes next, the others follow when those are done."""
     turns, running, changed = list(order), set(range(len(actions))), threading.Condition()
     results: list[Any] = [None] * len(actions)
 
@@ -225,7 +225,7 @@ def pinning(storage: Storage) -> Any:
 
 
 def reading(storage: Storage) -> Any:
-    """What a restart does on its rank 0."""
+    """The calls of a restart on its rank 0."""
     _hold(storage, "a", Seen())
     found = _read(storage, Seen(), NO_REQUEST, FIRST)
     return old(1) in [StoredSnapshot.decode(text.encode(), "there").snapshot for _, text in found.manifests]

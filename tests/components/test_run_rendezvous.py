@@ -82,7 +82,7 @@ class Agents:
 
 @pytest.fixture
 def rings(monkeypatch: pytest.MonkeyPatch) -> list[AgentRing]:
-    """Of the agents, in their order."""
+    """The rings of the agents, in their order."""
     found: list[AgentRing] = []
 
     def make(store: Any, me: Any) -> AgentRing:
@@ -128,7 +128,7 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -
 
 
 def test_a_standby_leaves_the_place_of_an_agent_whose_workers_take_long_to_end(agents: Agents) -> None:
-    """Of the last one, too, whose leaving ends the round."""
+    """Also for the last one, whose departure ends the round."""
     for future in [agents.join(0), agents.join(1)]:
         future.result(30)
     standby = agents.join(2)

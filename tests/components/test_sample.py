@@ -1,4 +1,4 @@
-"""The rotating sample of replicas: what it covers, what it notices, and how the words of all ranks are compared."""
+"""The rotating sample of replicas: its coverage, what it detects, and how the words of all ranks are compared."""
 
 from __future__ import annotations
 

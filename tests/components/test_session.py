@@ -1,4 +1,4 @@
-"""What ranks conclude from the same verdicts: when a snapshot is due or proven, what is protected, what is kept."""
+"""The session: ranks conclude from the same vote results when to snapshot and prove, what to protect and pin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ numbers = itertools.count(1)
 
 
 def verdict(whole: int, target: int = -1, cover: TaskState = TaskState.READY) -> VoteResult:
-    """Of the round of one more snapshot."""
+    """The vote result for one more snapshot."""
     return VoteResult(next(numbers), whole, target=target, cover=cover)
 
 
@@ -133,7 +133,7 @@ def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
 
 
 def test_that_none_can_be_protected_for_long_is_told_once() -> None:
-    """As where no signs of life are shared: no target is ever chosen, so that none is given up."""
+    """Without shared heartbeats no candidate is ever chosen, so that none is dropped."""
     targets = ProtectionScheduler(1, timeout_secs=30.0)
     later = [(verdict(n, cover=TaskState.CANNOT), NOW_SECS + 10 * n) for n in range(1, 12)]
     told = [(n.event, n.fields["iteration"]) for v, secs in later for n in targets.learn(v, LINEAGE, secs)]
@@ -200,7 +200,7 @@ def test_an_interval_changes_at_the_same_snapshot_for_all() -> None:
 
 
 def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:
-    """And once, whatever it was before: that one is being measured says nothing."""
+    """And once, whatever it was before: a measurement in progress concludes nothing."""
     state = SessionState(Config())
     state.begin(LINEAGE, None, 0.0)
     kept = []

@@ -17,7 +17,7 @@ from ftckpt.session.actions import Divergence, SkipSnapshot, TakeSnapshot
 from ftckpt.session.protection_scheduler import ProtectionStatus
 from ftckpt.session.session import SessionState
 from ftckpt.session.vote import Readiness, VoteResult, VoteSchedule, VoteStep
-from tests.support.ranks import CALM, Fate, Job
+from tests.components.simulated_ranks import CALM, Fate, Job
 
 Order = Callable[[int], int]
 
@@ -37,7 +37,7 @@ def train(ranks: Job, iterations: int) -> None:
 
 
 def progresses(ranks: Job) -> None:
-    """Where nothing fails, each snapshot that is due becomes whole, and protected where anything is."""
+    """Where nothing fails, each snapshot that is due is committed, and protected where anything is."""
     if len(ranks.on) < len(ranks.ranks) or any(rank.state.failures for rank in ranks.ranks):
         ranks.start()
     # Until wishes for rarer snapshots are over, and spacings that show what one costs.
@@ -105,7 +105,7 @@ class Ranks(RuleBasedStateMachine):
     @precondition(lambda self: self.job.iteration > 2)
     @rule(order=ORDERS)
     def count_backwards(self, order: Order) -> None:
-        """Snapshots stop on all ranks, and the next start has all that was whole."""
+        """Snapshots stop on all ranks, and the next start has all that was committed."""
         self.job.iterate([CALM] * len(self.job.ranks), order)
         self.job.iteration -= 2
         self.job.iterate([CALM] * len(self.job.ranks), order)
@@ -153,7 +153,7 @@ def test_protection_that_is_slower_than_iterations_costs_a_snapshot_only_where_t
     every: int, slots: int
 ) -> None:
     """With three slots one snapshot is taken while a target is being protected, then all wait for that: the newest
-    whole one is as old as that takes, or as the time after which a target is given up. With four it is that of the
+    committed one is as old as that takes, or as the time after which a target is dropped. With four it is that of the
     iteration before."""
     ranks, ages, guarded = job(3, slots=slots), [], set()
     for number in range(200):
@@ -169,7 +169,7 @@ def test_protection_that_is_slower_than_iterations_costs_a_snapshot_only_where_t
 
 
 def test_nothing_is_taken_of_what_a_proof_has_shown_to_be_wrong() -> None:
-    """A rank that is late keeps all from laying out anew; the next boundary has another proof."""
+    """A rank that is late prevents the new layout on all; the next boundary has another proof."""
     ranks = job(2, replica_check_interval=1000)
     for _ in range(7):
         ranks.iterate([CALM, CALM], in_order)
@@ -193,7 +193,7 @@ def test_a_rank_that_fails_too_often_turns_all_off() -> None:
 
 
 def test_a_rank_that_reads_late_that_all_turn_off_enters_no_proof() -> None:
-    """Whoever was on time has entered the last proof there is. As no step is taken each snapshot has one."""
+    """Ranks that are on time have entered the last proof. As no step is taken each snapshot has one."""
     ranks, still = job(2, replica_check_interval=1, error_limit=1), Fate(steps=False)
     for fate in (still, Fate(impatient=True, steps=False), still, still):
         ranks.iterate([fate, Fate(begin_fails=True, steps=False)], in_order)
@@ -217,7 +217,7 @@ def test_ranks_whose_connections_break_are_off_together_and_a_restart_has_what_o
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interval: int) -> None:
-    """What it has posted stays in memory until the others come."""
+    """Its posts stay in memory until the others post."""
     state = SessionState(Config(interval=interval, replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     num_posted = 0
@@ -238,7 +238,7 @@ def test_a_rank_that_nobody_answers_posts_no_more_than_its_failures_allow(interv
 
 
 def test_a_rank_that_gave_up_behind_its_round_takes_nothing() -> None:
-    """Others take what they have agreed on; it never becomes whole, and all are off with the next round."""
+    """Others take what they have agreed on; it is never committed, and all are off with the next round."""
     state = SessionState(Config(replica_check_interval=0))
     state.begin(b"1" * 16, None, 0.0)
     state.boundary(1)

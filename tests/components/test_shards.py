@@ -21,7 +21,8 @@ from ftckpt.parity.modes import Modes
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import PIECE_BYTES, ShardImage, StoredShard, StoredSnapshot, contents, is_sound
 from tests.support.errors import raises
-from tests.support.protected import LINEAGE, Job, build, slot_of
+from tests.support.protected import Job, build
+from tests.support.snapshots import LINEAGE, slot_of
 
 SNAPSHOT = SnapshotId(LINEAGE, 7)
 
@@ -74,7 +75,7 @@ def test_bytes_that_are_not_what_they_were_are_seen_as_they_go_by(where: str, ar
 
 @pytest.mark.parametrize("bit", [3, 27, 40, 63], ids=str)
 def test_a_length_that_went_bad_reads_nothing(bit: int, arena_root: Path) -> None:
-    """Not the whole file, as long as that says it is."""
+    """Not all of the file, as long as it claims to be."""
     job, asked = Job(arena_root, ("a", "b"), Modes()), list[tuple[int, int]]()
     build(job, [7], [])
     with closing(Arena.open(job.path(0))) as arena, arena.slot(slot := slot_of(arena, 7)) as data:

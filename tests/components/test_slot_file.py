@@ -6,7 +6,7 @@ import mmap
 import os
 import random
 import threading
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory import destinations, slot_file
 from ftckpt.memory.arena import Arena
-from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.destinations import LoadTarget, TargetPart
 from ftckpt.memory.directory import node_directory
 from ftckpt.memory.slot_file import SlotFile, SlotShard
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
+from ftckpt.restore import chunk_reads
 from ftckpt.restore.chunk_reads import Part, chunks_of, land
 from ftckpt.restore.plan import StridedCopy
 from ftckpt.restore.staging import StagingBuffers
@@ -44,11 +45,31 @@ def test_a_chunk_has_the_same_checksum_by_calls(
     monkeypatch.setattr(destinations, "_of_thread", threading.local())
     chunks = range(len(arena.image.chunks))
     with closing(SlotFile(arena, 0)) as file:
-        hashes = [file.take(chunk) for chunk in chunks]
+        hashes = [file.take([TargetPart(span, ())]) for span in arena.image.chunks]
         data = bytearray(5000)
         file.read_into(777, memoryview(data))
     assert hashes == [arena.hash_chunk(0, chunk) for chunk in chunks]
     assert data == arena.slot(0)[777:5777]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_chunk_of_any_size_goes_through_buffers_of_one_size(
+    arena: Arena, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns, which cannot be read in place: in parts, of which only the last shows that the chunk is good."""
+    monkeypatch.setattr(chunk_reads, "MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(destinations, "_of_thread", threading.local())
+    expected, snapshot = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
+    span = arena.image.chunks[1]
+    assert span.nbytes > 3000
+    copy = StridedCopy(span.begin + 1, 0, (span.nbytes // 10 - 1, 4), (10, 1), (4, 1))
+    live, there = torch.zeros(copy.numel, dtype=torch.uint8), torch.tensor(list(arena.slot(0)[copy.source :]))
+    arena.slot(0)[span.begin] ^= broken
+    with closing(SlotFile(arena, 0)) as file, raises(CorruptError, "chunk 1") if broken else nullcontext():
+        (chunk,) = chunks_of(SlotShard(arena, 0, file, snapshot, expected), [Part(copy, live)])
+        land(chunk, StagingBuffers())
+    assert broken or torch.equal(live.view(copy.shape), there.as_strided(copy.shape, copy.source_strides))
+    assert len(vars(destinations._of_thread)["staging"]) == 1000
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 1000, 1 << 20])
@@ -63,9 +84,8 @@ def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
             edges = sorted(rng.sample(range(span.begin, span.end + 1), 2 * rng.randint(1, 4)))
             edges[0], edges[-1] = rng.choice([span.begin, edges[0]]), rng.choice([span.end, edges[-1]])
             parts = [(begin, bytearray(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-            assert file.take(chunk, [LoadTarget(at, memoryview(part)) for at, part in parts]) == arena.hash_chunk(
-                0, chunk
-            )
+            targets = [LoadTarget(at, memoryview(part)) for at, part in parts]
+            assert file.take([TargetPart(span, targets)]) == arena.hash_chunk(0, chunk)
             assert all(part == arena.slot(0)[at : at + len(part)] for at, part in parts)
 
 
@@ -79,10 +99,10 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
     span = arena.image.chunks[1]
     arena.slot(0)[span.end - 1] ^= 1
     first = arena.image.chunks[0]
-    shard().scatter(0, [LoadTarget(first.begin, memoryview(bytearray(first.nbytes)))])
+    shard().scatter(0, lambda: [TargetPart(first, [LoadTarget(first.begin, memoryview(bytearray(first.nbytes)))])])
     for wanted in ([LoadTarget(span.begin, memoryview(bytearray(3)))], []):
         with raises(CorruptError, "chunk 1"):
-            shard().scatter(1, wanted)
+            shard().scatter(1, lambda wanted=wanted: [TargetPart(span, wanted)])  # type: ignore[misc]
     with raises(CorruptError, "record"):
         SlotShard(arena, 0, SlotFile(arena, 0), SnapshotId(bytes(16), 3), expected)
     arena.slot(0)[arena.image.objects.begin] ^= 1
@@ -91,7 +111,7 @@ def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:
 
 
 def test_what_is_between_rows_is_read_beside_them(arena: Arena) -> None:
-    """A chunk is verified with all its bytes, of which few are wanted, and these not as one run."""
+    """A chunk is verified with all its bytes, though few are wanted, and these not as one run."""
     expected, snapshot = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
     with closing(SlotFile(arena, 0)) as file:
         shard, begin = SlotShard(arena, 0, file, snapshot, expected), arena.image.chunks[1].begin + 1000

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 from contextlib import closing
 from pathlib import Path
 
-import pytest
 import torch
 
-from ftckpt.capture import registration
 from ftckpt.capture.copier import HostCopier
-from ftckpt.capture.registration import nodes_of, touch
 from ftckpt.memory.mapping import Mapping, create_mapping, join_pages, open_mapping
-from tests.support.device_states import shared_slot
-from tests.support.fake_device import PAGE
 from tests.support.waiting import until
 
 NBYTES = 8 << 20
@@ -67,22 +61,3 @@ def test_joined_pages_keep_what_is_in_them(arena_root: Path) -> None:
         assert join_pages(file.fileno(), 0, nbytes) == joined
     assert path.read_bytes() == bytes(mapped.data) == data
     mapped.close()
-
-
-known = pytest.mark.skipif(
-    platform.machine() not in registration._MOVE_PAGES, reason="the number of the call is not known"
-)
-
-
-@known
-def test_the_nodes_of_pages_are_nodes_of_this_machine() -> None:
-    slot = shared_slot(100 * PAGE)
-    touch(slot, bool)
-    nodes = nodes_of(slot)
-    there = {int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*")} or {0}
-    assert nodes.total() == 100 and set(nodes) <= there
-
-
-def test_of_another_machine_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert not nodes_of(shared_slot(PAGE)) and not nodes_of(shared_slot(PAGE)[:0])

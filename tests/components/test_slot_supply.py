@@ -18,7 +18,8 @@ from ftckpt.memory.directory import node_directory
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.slot_allocator import SlotAllocator
 from tests.components.test_arena import MANIFEST
-from tests.support.arenas import LINEAGE, SHARE, Rank, complete, ranks, settle, start, stop, write
+from tests.support.arenas import SHARE, Rank, complete, ranks, settle, start, stop
+from tests.support.snapshots import LINEAGE, fill
 from tests.support.waiting import until
 
 SECS = 20.0
@@ -44,14 +45,14 @@ class SlowMemory:
 
 @pytest.fixture
 def member(arena_root: Path) -> Iterator[Rank]:
-    """A rank whose arena lacks two of three slots, and whose old arena has gone."""
+    """A rank whose arena lacks two of three slots, and whose old arena is deleted."""
     (member,) = members = ranks(arena_root, 1, slots=3)
     start(member)
     for slot in range(3):
-        write(member.have, slot, 2 + slot)
+        fill(member.have, slot, 2 + slot, hashed=True)
     member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
     settle(member)
-    write(member.have, 0, 5)
+    fill(member.have, 0, 5, hashed=True)
     member.arenas.remove_old()
     for slot in (1, 2):
         if member.have.allocated(slot):
@@ -81,11 +82,11 @@ def test_training_waits_for_no_memory(member: Rank, slow: SlowMemory) -> None:
     assert slow.asked.wait(SECS)
     assert member.arenas.complete(member.have) == [] and not member.have.allocated(1)
     assert time.monotonic() - begin < SECS / 4
-    write(member.have, 0, 6)  # training goes on meanwhile
+    fill(member.have, 0, 6, hashed=True)  # training goes on meanwhile
     slow.go.set()
     assert complete(member) == [1, 2]
     assert slow.threads == {"ftckpt-slots"}
-    write(member.have, 2, 7)
+    fill(member.have, 2, 7, hashed=True)
     assert not member.have.verify(2) and len(slot_files(member)) == 3
 
 
@@ -93,7 +94,7 @@ def test_memory_of_an_old_arena_is_used_at_the_boundary_where_it_is_free(arena_r
     (member,) = members = ranks(arena_root, 1, slots=3)
     start(member)
     for slot in range(3):
-        write(member.have, slot, 2 + slot)
+        fill(member.have, slot, 2 + slot, hashed=True)
     member.arena = member.arenas.replace(member.have, KEEP, member.manifest(SHARE + 8192))
     member.arenas.supply(member.have)
     first = member.arenas.allocator

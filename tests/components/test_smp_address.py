@@ -1,4 +1,4 @@
-"""Where an SMP listens, and which secrets are refused."""
+"""The addresses on which an SMP listens, and refused secrets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FAST = "10.1.0.8,10.2.0.8"
 
 
 def listens(*asked: tuple[str, dict[str, str]], up: Sequence[str] = NETWORK) -> list[str]:
-    """What comes of settings and environments in a network namespace with the interfaces ``up``."""
+    """The address for settings and environments in a network namespace with the interfaces ``up``."""
     may = ["unshare", "-n", "sh", "-c", "ip link add veth-a type veth peer name veth-b"]
     if shutil.which("unshare") is None or subprocess.run(may, check=False, capture_output=True).returncode:
         pytest.skip("making a network takes root, and iproute2")
@@ -116,7 +116,7 @@ def test_an_interface_that_cannot_be_listened_at_is_refused_with_those_there_are
     ],
 )
 def test_the_interfaces_that_nccl_is_told_to_use(setting: str, wanted: set[str]) -> None:
-    """As NVIDIA's documentation of NCCL_SOCKET_IFNAME has it."""
+    """The syntax of NVIDIA's documentation of NCCL_SOCKET_IFNAME."""
     assert set(filter(nccl_names(setting), ["lo", "docker0", "eth0", "hsn0", "hsn10"])) == wanted
 
 

@@ -1,4 +1,4 @@
-"""An SMP in a container of its own: what a probe of it says, and how it stands by while another one serves."""
+"""An SMP in a container of its own: its probe, and how it stands by while another one serves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
 ) -> None:
     asked = argparse.Namespace(job=JOB, node=NODE, arena=site.root)
     assert smp_main.alive(asked) == 1 and capsys.readouterr().err
-    pid = site.start().hello()["pid"]
+    pid = site.start().status()["pid"]
     assert smp_main.alive(asked) == 0
     os.kill(pid, signal.SIGSTOP)
     assert smp_main.alive(asked) == 0, "one that is slow is healthy"
@@ -45,12 +45,12 @@ def test_a_probe_is_content_with_an_smp_that_moves_and_with_no_other(
 
 def test_one_that_stands_by_serves_when_the_other_one_has_ended(site: SmpSite) -> None:
     client = site.start()
-    first = client.hello()["pid"]
+    first = client.status()["pid"]
     with subprocess.Popen(site.command("--stand-by"), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stderr.readline()
-        assert process.poll() is None and client.hello()["pid"] == first
+        assert process.poll() is None and client.status()["pid"] == first
         os.kill(first, signal.SIGKILL)
-        until(lambda: answers(client) and client.hello()["pid"] == process.pid)
+        until(lambda: answers(client) and client.status()["pid"] == process.pid)
         process.terminate()
         assert process.wait(20) == 0
 
@@ -72,15 +72,3 @@ def test_nothing_is_saved_while_ranks_of_another_container_train(site: SmpSite, 
         assert [one["lives"] for one in client.status()["trainers"]] == [None]
     assert client.persist(request)["flush"] in ("working", "cannot")
     assert [one["lives"] for one in client.status()["trainers"]] == [False]
-
-
-def test_the_command_line_hands_both_on(site: SmpSite) -> None:
-    command = [word.replace("ftckpt.smp", "ftckpt.cli.main") for word in site.command()]
-    command.insert(3, "smp")
-    assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 1
-    client = site.start()
-    assert subprocess.run([*command, "--alive"], capture_output=True, check=False).returncode == 0
-    with subprocess.Popen([*command, "--stand-by"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None and process.stderr.readline()
-        process.kill()
-    assert client.hello()["pid"]

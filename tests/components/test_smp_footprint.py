@@ -1,4 +1,4 @@
-"""What an SMP takes of a node's memory goes back when it is done with it."""
+"""An SMP returns a node's memory when it has finished with it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_without_privileges_it_starts_no_nicer_than_who_starts_it() -> None:
 
 
 def test_a_file_that_another_process_writes_at_the_moment_stays(tmp_path: Path) -> None:
-    """What a killed one has left half-made goes, by who makes such files."""
+    """A successor removes the half-made files of a killed SMP, not those of ranks."""
     smp, rank = tmp_path / ".smp.json.00c0ffee.new", tmp_path / ".run.00c0ffee.new"
     for path in (smp, rank):
         path.write_text("{")

@@ -1,4 +1,4 @@
-"""What an SMP tells of its node."""
+"""The reports of an SMP about its node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ages_and_how_often_one_comes() -> None:
 
 
 def marks_of(*whole: SnapshotId | None) -> SnapshotId | None:
-    """What the SMP of a node takes for committed whose ranks have marked these."""
+    """The snapshot that the SMP considers committed when its node's ranks have marked these."""
     arenas = MonitoredArenas(Path())
     controls = [SimpleNamespace(whole=lambda mark=mark: mark) for mark in whole]
     arenas.by_shard = cast(

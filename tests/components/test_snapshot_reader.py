@@ -16,7 +16,8 @@ from ftckpt.universal import snapshots
 from ftckpt.universal.snapshots import SnapshotReader
 from tests.support.errors import lacks, raises
 from tests.support.flush_jobs import Job
-from tests.support.smp_nodes import CHUNK, LINEAGE
+from tests.support.smp_nodes import CHUNK
+from tests.support.snapshots import LINEAGE
 
 
 @pytest.fixture(params=["none", "zstd"])
@@ -65,7 +66,7 @@ def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: p
     def taken(path: Path, iteration: int | None = None) -> int:
         caplog.clear()
         with closing(SnapshotReader(path, iteration)) as reader:
-            return reader.stored.snapshot.iteration
+            return reader.catalog.iteration
 
     job.snapshot(1, 8)
     job.flush(8)
@@ -87,7 +88,7 @@ def test_what_is_void_is_passed_over_or_told(filled: tuple[Path, Job], caplog: p
 
 @pytest.mark.parametrize("filled", ["zstd"], indirect=True)
 def test_a_shard_is_never_unpacked_as_a_whole(filled: tuple[Path, Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a tensor, read one strip behind the other, unpack each chunk once, and few stay."""
+    """Rows of a tensor, read one strip after the other, unpack each chunk once, and few stay in memory."""
     where, _ = filled
     monkeypatch.setattr(snapshots, "_UNPACKED", 1)
     unpacked: list[int] = []

@@ -1,4 +1,4 @@
-"""What is staged for a device arrives as it was, however late the device takes it; on ``FakeDevice``."""
+"""Staged bytes reach the device unchanged, however late it takes them; on ``FakeDevice``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ftckpt.restore import staging as staging_module
 from ftckpt.restore.redistribute import Strip
 from ftckpt.restore.staging import StagingBuffers, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
-from tests.support.fake_device import SECS, FakeDevice, install
+from tests.gpu.fake_device import SECS, FakeDevice, install
 
 NUM, NBYTES = 40, 1000
 THREADS = 3
@@ -24,7 +24,7 @@ THREADS = 3
 
 @pytest.fixture(params=["batch", "each", "refused"])
 def fake(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeDevice:
-    """Whose copies run when somebody waits for them, and read their source then; with a driver that accepts many
+    """A device whose copies run, and read their source, when somebody waits for them; with a driver that accepts many
     copies per call, has no such call, or refuses it."""
     made = install(monkeypatch)
     made.refuse_calls = request.param == "refused"
@@ -107,7 +107,7 @@ def test_copies_come_behind_what_the_script_has_given_the_device(fake: FakeDevic
 
 
 def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> None:
-    """A restart goes on to another source of these bytes while the device still takes the first half of them."""
+    """A restart switches to another source of these bytes while the device still takes the first half of them."""
     staging, target = StagingBuffers(), torch.zeros(2, NBYTES, dtype=torch.uint8)
 
     def half() -> Iterator[tuple[Strip, Strip]]:
@@ -128,7 +128,7 @@ def test_what_was_sent_before_an_error_keeps_its_memory(fake: FakeDevice) -> Non
 
 @pytest.mark.parametrize("fake", ["batch"], indirect=True)
 def test_memory_is_not_lent_to_others_before_the_device_has_taken_it(fake: FakeDevice) -> None:
-    """Torch does not know of a call's copies, and a thread that ends lets go of what it has."""
+    """Torch does not know of a call's copies, and a thread that ends frees its buffers."""
     staging, targets = StagingBuffers(), torch.zeros(NUM, NBYTES, dtype=torch.uint8)
 
     def bring(number: int) -> None:

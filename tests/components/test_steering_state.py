@@ -1,4 +1,4 @@
-"""State beside tensors: flags, generators of scripts, the optimizer's kind, and what changes after a boundary."""
+"""State other than tensors: flags, generators of scripts, the optimizer's kind, and changes after a boundary."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_fused_optimizers_of_one_algorithm_are_one_kind() -> None:
 
 
 def late(changes: list[str], frozen: tuple[str, ...] = ()) -> list[str]:
-    """What is reported of iterations in which ``changes`` says, before each, what a script changes."""
+    """The reports of iterations before which a script makes ``changes``."""
     state = dict.fromkeys("ab", 0)
     reported: list[str] = []
     watch = LateChanges(lambda: {name: value for name, value in state.items()}, "do so", frozen)

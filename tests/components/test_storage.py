@@ -1,4 +1,4 @@
-"""What every storage does: objects that are whole and durable or not there, and errors that say what to do."""
+"""The contract of every storage: objects that are complete and durable or absent, and errors with a remedy."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ except StorageError as error:
 
 
 def test_what_a_disk_has_lost_meanwhile_is_an_error(tmp_path: Path) -> None:
-    """A disk behind which there is no room for a while: it takes bytes, and says later that they are lost."""
+    """A disk that is full for a while: it accepts bytes, and reports later that they are lost."""
     # In mounts of its own, which end with it, whatever happens.
     command = ["unshare", "-m", sys.executable, "-c", THIN, str(tmp_path)]
     done = subprocess.run(
@@ -341,7 +341,7 @@ AWAY = [
 
 @pytest.mark.parametrize("name", AWAY)
 def test_a_file_system_that_is_away_may_come_back(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has words of its own for it: Lustre says ESHUTDOWN for a target that is evicted."""
+    """Each has an error of its own for it: Lustre reports ESHUTDOWN for a target that is evicted."""
     assert not lasts(name, tmp_path, monkeypatch)
 
 
@@ -351,7 +351,7 @@ def test_what_stays_as_it_is_is_not_tried_again(name: str, tmp_path: Path, monke
 
 
 def lasts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether trying again is said to be of no use where a file cannot be opened for this reason."""
+    """Whether the error tells that a retry is useless where a file cannot be opened for this reason."""
     storage = in_files(tmp_path)
     storage.put("x", b"there")
     monkeypatch.setattr(files, "open", fails_with(getattr(errno, name)), raising=False)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
 
 import torch
 
-from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.destinations import TargetParts
 from ftckpt.memory.image import Span
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.restore.chunk_reads import Part, chunks_of, land
@@ -27,16 +26,17 @@ class Image:
         self.image = SimpleNamespace(chunks=spans, objects=Span(nbytes, nbytes))
         self.read: list[int] = []
 
-    def scatter(self, number: int, landings: Sequence[LoadTarget]) -> None:
+    def scatter(self, number: int, parts: TargetParts) -> None:
         place = self.image.chunks[number].begin
-        for begin, memory in landings:
-            assert place <= begin <= begin + len(memory) <= self.image.chunks[number].end
-            place = begin + len(memory)
-            memory[:] = self.data[begin:place].numpy().data
+        for span, targets in parts():
+            for begin, memory in targets:
+                assert max(place, span.begin) <= begin <= begin + len(memory) <= span.end
+                place = begin + len(memory)
+                memory[:] = self.data[begin:place].numpy().data
         self.read.append(number)
 
     def bring(self, wanted: list[StridedCopy]) -> list[torch.Tensor]:
-        """What comes of these copies, each to memory of its own."""
+        """The results of these copies, each to memory of its own."""
         live = [torch.zeros(one.numel, dtype=torch.uint8) for one in wanted]
         parts = [Part(*one) for one in zip(wanted, live, strict=True)]
         for chunk in chunks_of(cast(ShardFile, self), parts):

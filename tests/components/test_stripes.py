@@ -24,7 +24,7 @@ CHUNK = 16
 
 def group_of(code: str, losses: int, lengths: list[list[int]]) -> ParityGroup:
     members = [Member(f"s{i}", f"n{i}", f"a{i}", 3 * i, tuple(own)) for i, own in enumerate(lengths)]
-    return ParityGroup.of("peer", code, losses, CHUNK, members)
+    return ParityGroup.of("copy" if code == "mirror" else "peer", losses, CHUNK, members)
 
 
 @st.composite

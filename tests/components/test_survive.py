@@ -1,4 +1,4 @@
-"""What is called recoverable is rebuilt from real bytes; what is not cannot be, by the rank of its equations."""
+"""Recoverable losses are reconstructed from real bytes; others cannot be, by the rank of their equations."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def build(  # noqa: PLR0917 - a helper of this file
     for group in sorted(groups, key=lambda g: not g.in_slots):  # parity in slots is data of the node's parity
         for found_stripe in stripes(group):
             for row, (holder, block) in enumerate(found_stripe.blocks):
-                made = encode(group.code, data_of(job, group, found_stripe), found_stripe.length, row, group.losses)
+                made = encode(data_of(job, group, found_stripe), found_stripe.length, row, group.losses)
                 kept = block_chunk(group, holder, block)
                 if kept is None:
                     job.blocks[group.name, holder, block] = made
@@ -135,12 +135,12 @@ def carry_out(job: Job, repairs: Sequence[Repair], lost: set[ChunkId], lost_bloc
                     else:
                         blocks[row] = there[kept][: found.length]
             data = [None if i is None else MISSING if i in repair.lost else there[i] for i in ids]
-            solved = decode(group.code, data, blocks, found.length, group.losses)
+            solved = decode(data, blocks, found.length, group.losses)
             made = {ids[index]: array for index, array in solved.items()}
         else:
             data = [None if i is None else there[i] for i in ids]
             rows = {block_chunk(group, *block): row for row, block in enumerate(found.blocks)}
-            made = {c: encode(group.code, data, found.length, rows[c], group.losses) for c in repair.lost}
+            made = {c: encode(data, found.length, rows[c], group.losses) for c in repair.lost}
         assert set(made) == set(repair.lost)
         for chunk, array in made.items():
             assert chunk is not None and chunk not in there, "repaired twice, or never lost"
@@ -217,7 +217,7 @@ def small(modes: Modes, nodes: int = 3, per_node: int = 3, seed: int = 0) -> Job
 
 @pytest.mark.parametrize("modes", ALL_MODES, ids=lambda m: f"{m.names}{m.peer_losses}{m.peer_group}")
 def test_every_loss_of_up_to_three_arenas(modes: Modes) -> None:
-    """What is forecast for arenas is what the chunks say, whatever is lost."""
+    """The forecast for arenas agrees with the chunks, whatever is lost."""
     job = small(modes)
     packages = mirrors(job.holdings, modes)
     shards = [h.shard for h in job.holdings]

@@ -1,4 +1,4 @@
-"""What is read of a snapshot of another layout: keys that mean the same there, padding, copies that must agree."""
+"""Reads from a snapshot of another layout: keys with the same meaning, padding, copies that must agree."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_private_keys_are_the_models_where_nobody_continues_the_shard_and_local_
 
 
 def test_ranks_of_another_layout_take_one_version_of_what_shards_hold_alike() -> None:
-    """A shard goes on with its own, bit for bit; a stranger's next one must not come from elsewhere."""
+    """A shard continues with its own bytes; those of another shard must not come from elsewhere."""
     norm = fragment("weight/norm", 4)
     slots = [contents(dp, [norm], []) for dp in (0, 1)]
     for own, sources in ((None, [0, 0]), ("dp1", [0, 1])):

@@ -33,7 +33,7 @@ def one(tmp_path: Path, **layout: int) -> Timeline:
     """The timeline of one iteration of a layout."""
     written = Logs(tmp_path / "run" / "events", **layout)
     written.attempt(range(4, 6))
-    return read_timeline(tmp_path / "run")
+    return read_timeline(read_history(tmp_path / "run"))
 
 
 def table(found: Timeline, logs: Path) -> list[dict[str, str]]:
@@ -45,8 +45,8 @@ def table(found: Timeline, logs: Path) -> list[dict[str, str]]:
 
 def test_the_newest_iteration_that_all_ranks_left_is_taken(logs: Logs) -> None:
     logs.attempt(range(1, 22), skip={3: {20}})
-    assert read_timeline(logs.directory.parent).iteration == 15
-    found = read_timeline(logs.directory.parent, 20)
+    assert read_timeline(read_history(logs.directory.parent)).iteration == 15
+    found = read_timeline(read_history(logs.directory.parent), 20)
     assert found.iteration == 20 and 3 not in [rank.rank for rank in found.ranks]
     assert found.notes == ("no timeline of rank 3",)
 
@@ -54,11 +54,11 @@ def test_the_newest_iteration_that_all_ranks_left_is_taken(logs: Logs) -> None:
 def test_of_an_iteration_that_was_trained_twice_the_later_is_taken_and_never_a_mix(logs: Logs) -> None:
     logs.attempt(range(1, 12))
     logs.attempt(range(9, 12), skip={2: {10}, 5: {10}})
-    found = read_timeline(logs.directory)
+    found = read_timeline(read_history(logs.directory))
     assert found.iteration == 10 and len(found.ranks) == 8
     assert found.ranks[0].begin < EPOCH + 2000, "the earlier attempt is the one that is complete"
     logs.attempt(range(9, 12))
-    assert read_timeline(logs.directory).ranks[0].begin > EPOCH + 3000
+    assert read_timeline(read_history(logs.directory)).ranks[0].begin > EPOCH + 3000
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_of_an_iteration_that_was_trained_twice_the_later_is_taken_and_never_a_m
 def test_errors_say_what_is_missing(logs: Logs, prepare: Any, iteration: int | None, said: str) -> None:
     prepare(logs)
     with raises(EventLogError, *said.split()) as caught:
-        read_timeline(logs.directory, iteration)
+        read_timeline(read_history(logs.directory), iteration)
     assert "\n" not in str(caught.value)
 
 
@@ -164,10 +164,10 @@ def broken() -> st.SearchStrategy[bytes]:
 @given(line=broken())
 def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "rank0.jsonl"
-    restored = {"event": "restored", "rank": 0, "pid": LINE["pid"], "lineage": "aa"}
+    restored = {"event": "restored", "time": EPOCH, "rank": 0, "pid": LINE["pid"], "lineage": "aa", "iteration": None}
     path.write_bytes(json.dumps(restored).encode() + b"\n" + line + b"\n")
     try:
-        found = read_timeline(tmp_path)
+        found = read_timeline(read_history(tmp_path))
     except EventLogError:
         return
     check_trace(trace_of(found))

@@ -13,7 +13,7 @@ from ftckpt.frameworks import torch_state as rng
 
 
 def seeded(seed: int) -> dict[str, Any]:
-    """What a job's set-up leaves that seeds everything alike."""
+    """The state after the set-up of a job that seeds everything alike."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def test_each_name_has_its_own_seed() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a device")
 def test_generators_of_a_tracker_are_the_hosts_where_there_is_no_device() -> None:
-    """DeepSpeed's trackers keep states of what its accelerator says, and its CPU has the host's."""
+    """DeepSpeed's trackers have states of its accelerator, and its CPU has the host's."""
     built = {"model-parallel-rng": torch.Generator().manual_seed(1).get_state()}
     (state,) = rng.derive_tracker("tracker/megatron", built, 7).values()
     seed = rng.derived_seed("tracker/megatron/model-parallel-rng", built["model-parallel-rng"], 7)

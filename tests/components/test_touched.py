@@ -1,4 +1,4 @@
-"""What was half loaded is not gone on from by a load of the script's, which may be of a part."""
+"""A script's own load, which may be partial, does not resume from half-loaded state."""
 
 from __future__ import annotations
 

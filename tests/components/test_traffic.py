@@ -14,7 +14,7 @@ from ftckpt.smp.traffic import ITERATIONS, PARTS, NetworkProfile, Sample, Traffi
 from tests.support.waiting import until
 
 BURST = (0.5, 0.75)
-"""Reductions beside the backward: in no phase that tells of the network."""
+"""Reductions concurrent with the backward: in no phase that measures the network."""
 
 
 def iteration(secs: float, rate: float = 1e9, step: float = 0.004) -> tuple[float, list[Sample]]:
@@ -123,7 +123,7 @@ def test_where_nothing_is_counted_nothing_is_known() -> None:
 def test_a_profile_of_longer_iterations_refuses_for_two_of_them_and_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the idle part that was learned never comes, phases decide, and the profile is learned again."""
+    """If the learned idle part never occurs, phases decide, and the profile is learned again."""
     now = 100.0
     monkeypatch.setattr("ftckpt.smp.traffic.time.monotonic", lambda: now)
     traffic = TrafficMonitor("127.0.0.1", lambda: now - now % 0.7, int)

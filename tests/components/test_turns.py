@@ -48,7 +48,7 @@ def test_a_dropped_snapshot_takes_nothing_from_the_next() -> None:
 
 
 class Event:
-    """Of a device."""
+    """An event of a device."""
 
 
 @pytest.mark.parametrize("queued", [True, False])

@@ -41,7 +41,7 @@ def test_what_is_no_size_is_told_how_to_be_written(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["2", "2.5", "2gb/s", "2Gb/s", "2Gbps", "2GB", "nan", "-1GB/s", "auto"])
 def test_what_is_no_rate_is_told_how_to_be_written(text: str) -> None:
-    """Of ``2Gb/s`` nobody knows whether it is meant in bits."""
+    """``2Gb/s`` is ambiguous: bits or bytes."""
     with pytest.raises(ValueError, match="2GB/s or 16Gbit/s"):
         rate(text)
 

@@ -1,4 +1,4 @@
-"""Snapshots in arenas as a source: only whole ones, only good bytes, and nothing of two snapshots mixed."""
+"""Snapshots in arenas as a source: only complete ones, only good bytes, and never two snapshots mixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from ftckpt.errors import ConvertError
 from ftckpt.memory.arena import Arena
@@ -21,6 +20,7 @@ from ftckpt.model.manifest import Manifest, Section
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.universal.arenas import ArenaReader, ShardFragment, recognises, without_doubles
 from ftckpt.universal.formats import ReadOptions, open_reader
+from tests.support import snapshots
 from tests.support.errors import lacks, raises
 
 LINEAGE = b"l" * 16
@@ -59,17 +59,9 @@ def content(fragment: Fragment, iteration: int) -> bytes:
 
 
 def seal(arena: Arena, slot: int, iteration: int, hashed: bool = True, lineage: bytes = LINEAGE) -> None:
-    control, image = arena.control, arena.image
-    control.begin(slot)
     encoded = objects.encode({"iteration": iteration, "shard": arena.manifest.shard})
-    with arena.slot(slot) as view:
-        for fragment, offset in zip(arena.manifest.fragments, image.offsets, strict=True):
-            view[offset : offset + fragment.nbytes] = content(fragment, iteration)
-        view[image.objects.begin : image.objects.begin + len(encoded)] = encoded
-    for chunk in range(len(image.chunks)):
-        control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-    control.seal(slot, SnapshotId(lineage, iteration), hashed)
+    snapshots.store(arena, slot, (content(one, iteration) for one in arena.manifest.fragments), encoded)
+    snapshots.seal(arena, slot, iteration, hashed, lineage)
 
 
 def job(root: Path, layout: Mapping[str, Any] = LAYOUT, derived: tuple[str, ...] = ()) -> Path:

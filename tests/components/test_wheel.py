@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ from tests.support.errors import lacks
 from tests.support.repository import ROOT, files_in
 from tests.support.waiting import until
 
+TOOLS = ("build==1.3.0", "twine==6.2.0")
+ENDS = ("-py3-none-any.whl", ".tar.gz")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
@@ -33,34 +36,40 @@ def build(what: str, tree: Path, to: Path) -> Path:
 
 def sources() -> list[str]:
     """What the packages are made of."""
-    folders = ("ftckpt", "launch", "configs", "patches")
+    folders = ("ftckpt", "launch", "configs")
     found = [path for folder in folders for path in files_in(folder)]
     alone = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"]
     return [*alone, *(str(path.relative_to(ROOT)) for path in found)]
 
 
+def copy_sources(to: Path) -> Path:
+    for name in sources():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def install(wheel: Path, made: Path) -> Path:
+    """A new environment, with the wheel alone; what it needs comes from this one, without this one's ftckpt."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True, timeout=120)
+    (site,) = made.glob("lib/python*/site-packages")
+    (site / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--python", str(made / "bin/python"), "install", "--no-deps", "--no-index"]
+    run = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return made
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new one, with the wheel alone from pip; what it needs comes from this one, without this one's ftckpt."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in sources():
-        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "tree" / name)
-    sdist = build("build_sdist", folder / "tree", folder)
+    sdist = build("build_sdist", copy_sources(folder / "tree"), folder)
     with tarfile.open(sdist) as file:
         # Python 3.11.2 has no filters; what is unpacked is of this test's own making.
         file.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         file.extractall(folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
-    made = folder / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True, timeout=120)
-    (site,) = made.glob("lib/python*/site-packages")
-    (site / "beside.pth").write_text(sysconfig.get_path("purelib"))
-    pip = [sys.executable, "-m", "pip", "--python", str(made / "bin/python"), "install", "--no-deps", "--no-index"]
-    wheel = build("build_wheel", unpacked, folder)
-    run = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    return made
+    return install(build("build_wheel", unpacked, folder), folder / "environment")
 
 
 @pytest.fixture
@@ -95,8 +104,42 @@ def test_kits_are_written_without_a_checkout(
     for kit in KITS:
         run = subprocess.run([program, "init", kit, "."], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
-    for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json", "patches/apply.sh"):
+    for name in ("launch/torchrun.sh", "launch/a100.sbatch", "configs/deepspeed_zero2.json"):
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+@pytest.fixture
+def tools(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has ``TOOLS``; ``FTCKPT_RELEASES`` names a folder that keeps them."""
+    folder = Path(os.environ.get("FTCKPT_RELEASES", tmp_path_factory.getbasetemp())).resolve() / "tools"
+    if not folder.exists():
+        partial = folder.with_name(".tools")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(partial), *TOOLS]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        if run.returncode:
+            pytest.skip(f"{TOOLS} cannot be installed here: {run.stderr[-300:]}")
+        partial.rename(folder)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_is_uploaded_is_built_checked_and_installed(tools: dict[str, str], tmp_path: Path) -> None:
+    def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 280}
+        done = subprocess.run(command, cwd=tmp_path, env=env, check=False, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--outdir", "dist", copy_sources(tmp_path / "tree"), env=tools)
+    made = sorted((tmp_path / "dist").iterdir())
+    assert [path.name.partition("-")[2] for path in made] == [f"{ftckpt.__version__}{end}" for end in ENDS]
+    run(sys.executable, "-m", "twine", "check", "--strict", *made, env=tools)
+    environment = install(made[0], tmp_path / "environment")
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    shown = run(environment / "bin/python", "-c", "import ftckpt.dcp, ftckpt.torch; print(ftckpt.__file__)", env=bare)
+    assert Path(shown.strip()).is_relative_to(environment)
+    assert ftckpt.__version__ in run(environment / "bin/ftckpt", "--version", env=bare)
 
 
 @pytest.mark.slow

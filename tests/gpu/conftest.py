@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.fake_device import FakeDevice, install
+from tests.gpu.fake_device import FakeDevice, install
 
 
 @pytest.fixture

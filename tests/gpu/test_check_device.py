@@ -12,9 +12,9 @@ from ftckpt.cli import check_device
 from ftckpt.cli.check_device import Bench, bench_on, device_checks
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED
 from ftckpt.schedule.clock import DeviceClock
-from tests.support.device_states import CPU
-from tests.support.fake_device import FakeDevice, install
-from tests.support.real_device import needs_device
+from tests.gpu.device_states import CPU
+from tests.gpu.fake_device import FakeDevice, install
+from tests.gpu.real_device import needs_device
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@
 
 A process of its own, as its threads are counted, on a device that does everything at once and in no time: prints a
 JSON object with medians of some snapshots. The state is that of a GPT of 303 million parameters, weights and moments
-in fp32, 3.6 GB, of which not a byte is touched.
+in fp32, 3.6 GB; not a byte is touched.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan
 from ftckpt.schedule.clock import DeviceClock
 from ftckpt.schedule.iteration import IterationForecast
-from tests.support.device_states import CPU, plan
-from tests.support.fake_device import SECS
+from tests.gpu.device_states import CPU, plan
+from tests.gpu.fake_device import SECS
 
 HIDDEN, LAYERS, STATES = 1024, 24, 3
 CHUNK_BYTES = 16 << 20
@@ -116,7 +116,7 @@ def windows_of(kind: str, copies: list[ChunkCopy]) -> tuple[Any, WindowPlan | No
 
 
 def fly(copier: DeviceCopier, windows: Any, forecast: WindowPlan | None, flight: Flight, tensors: Any) -> int:
-    """One snapshot beside a thread that launches small operations; how often that had to wait."""
+    """Takes a snapshot while this thread launches small operations; returns how often it had to wait."""
     if forecast is not None:
         windows.begin(sum(copy.nbytes for copy in flight.copies), forecast)
     copier.start(tensors, flight, windows)

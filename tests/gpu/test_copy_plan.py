@@ -1,4 +1,4 @@
-"""Copies by calls that take many: which bytes they bring, how many there are, and what becomes of a refusal."""
+"""Batched copy calls: their bytes, their number, and the effect of a refusal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copy_plan import CALL_COPIES, CopyPlan
 from ftckpt.capture.driver import Call
 from ftckpt.errors import CaptureError
-from tests.support.device_states import CPU, Blocked, DeviceSnapshots, assert_holds, plan, shared_slot
-from tests.support.fake_device import PAGE, FakeDevice
+from tests.gpu.device_states import CPU, Blocked, DeviceSnapshots, assert_holds, plan, shared_slot
+from tests.gpu.fake_device import PAGE, FakeDevice
 from tests.support.waiting import until
 
 
@@ -124,7 +124,7 @@ def test_a_refusal_while_training_runs_costs_one_snapshot(fake: FakeDevice, monk
     snapshots.begin()
     with pytest.raises(CaptureError):
         snapshots.capture.fence(20.0)
-    assert snapshots.control.told[-1] == "void"
+    assert snapshots.control.calls[-1] == "void"
     fake.log.clear()
     snapshots.take()
     assert "call" not in fake.log
@@ -164,7 +164,7 @@ def test_no_copy_reaches_from_one_allocation_into_the_next(fake: FakeDevice, mon
 def test_a_dropped_snapshot_ends_behind_what_was_gathered_for_it(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is gathered goes to memory that is given back when copies are over."""
+    """Gathered bytes are in memory that is freed when the copies have ended."""
     windows = Blocked()
     snapshots = DeviceSnapshots(monkeypatch, windows)
     slow = fake.hold(fake.side)

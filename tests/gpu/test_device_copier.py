@@ -18,7 +18,7 @@ import torch
 from ftckpt.capture import copier as host
 from ftckpt.capture import device_copier, volatile_memory
 from ftckpt.schedule.bubbles import Always, Turn
-from tests.support.device_states import (
+from tests.gpu.device_states import (
     CPU,
     Blocked,
     Landings,
@@ -30,7 +30,7 @@ from tests.support.device_states import (
     shared_slot,
     started,
 )
-from tests.support.fake_device import PAGE, SECS, FakeDevice
+from tests.gpu.fake_device import PAGE, SECS, FakeDevice
 from tests.support.waiting import until
 
 
@@ -101,7 +101,7 @@ def test_the_device_is_given_some_chunks_ahead_and_no_more(
 
 
 def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) -> None:
-    """Ended means that nothing writes the slot any more: it is unmapped or written anew after that.
+    """Ended means that nothing writes the slot any more: it is unmapped or overwritten after that.
 
     The fence need not wait for it: nothing is to be sealed.
     """
@@ -125,7 +125,7 @@ def test_a_failed_flight_ends_only_when_the_device_is_at_rest(fake: FakeDevice) 
 def test_state_in_host_memory_is_read_by_the_host_before_the_fence_lets_go(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
-    """The device stands still: what an offloaded optimizer keeps is in the slot, and may be written at once."""
+    """The device stands still: offloaded optimizer state is in the slot, and may be written at once."""
     fake.refuse_pinning = not pinned
     tensors, copies, slot = laid_out(parity=True)
     boundary = [tensor.clone() for tensor in tensors]
@@ -221,7 +221,7 @@ class HeldUp(Always):
 
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_copies_are_no_part_of_a_graph_that_training_captures(fake: FakeDevice, own_stream: bool) -> None:
-    """Where both have one stream the snapshot is dropped, and ends when what the device had before has ended."""
+    """If both have one stream the snapshot is dropped, and ends after the earlier work of the device."""
     tensors, copies, slot = laid_out(parity=True)
     windows = HeldUp()
     with prepared([slot], CPU, own_stream=own_stream) as copier:
@@ -277,7 +277,7 @@ def test_parity_in_many_pieces_is_that_of_the_boundary(
 
 
 def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part of it is on its way, and no event of its own tells when that is through."""
+    """Part of it is in flight, and no event of its own marks the end of that part."""
     tensors, copies, slot = laid_out(parity=True)
 
     def half(*args: Any, **options: Any) -> None:

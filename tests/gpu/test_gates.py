@@ -1,4 +1,4 @@
-"""Copies start when the device comes to their window, however far the host is ahead of it; on ``FakeDevice``."""
+"""Copies start when the device reaches their window, however far the host is ahead of it; on ``FakeDevice``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from ftckpt.schedule.bubbles import Turn
 from ftckpt.schedule.iteration import Iteration
-from tests.support.device_states import CPU, KINDS, Run, prepared, slot_for
-from tests.support.fake_device import PAGE, SECS, FakeDevice
+from tests.gpu.device_states import CPU, KINDS, Run, prepared, slot_for
+from tests.gpu.fake_device import PAGE, SECS, FakeDevice
 
 
 @pytest.mark.parametrize("num", [1, 6, 10, 13])
@@ -19,7 +19,7 @@ from tests.support.fake_device import PAGE, SECS, FakeDevice
 def test_each_window_gets_its_bytes_while_the_host_is_past_them(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, num: int, late: bool, first: str
 ) -> None:
-    """``late``: the copier asks for its first turn when the host has passed the whole iteration."""
+    """``late``: the copier requests its first turn after the host has passed the iteration."""
     slot = slot_for(num)
     with prepared([slot], CPU) as copier:
         fake.first = fake.compute if first == "compute" else fake.side
@@ -72,7 +72,7 @@ def test_no_copy_starts_before_the_device_reaches_its_window(fake: FakeDevice, p
 def test_gates_that_the_device_has_not_reached_do_not_hold_up_the_fence_for_ever(
     fake: FakeDevice, pinned: bool
 ) -> None:
-    """The fence's wait lies behind all gates on training's stream, so that no circle closes."""
+    """The fence's wait comes after all gates on training's stream: there is no circular wait."""
     fake.refuse_pinning = not pinned
     slot = slot_for(8)
     with prepared([slot], CPU) as copier:

@@ -9,9 +9,9 @@ import torch
 
 from ftckpt.capture import registration
 from ftckpt.schedule.bubbles import Always
-from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot, started
-from tests.support.fake_device import PAGE, SECS
-from tests.support.real_device import MIB, delay, host_pages, needs_device, state
+from tests.gpu.device_states import Landings, assert_holds, plan, prepared, shared_slot, started
+from tests.gpu.fake_device import PAGE, SECS
+from tests.gpu.real_device import MIB, delay, host_pages, needs_device, state
 
 pytestmark = needs_device
 

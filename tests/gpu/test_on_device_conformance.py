@@ -1,4 +1,4 @@
-"""The conformance suite on a real CUDA or ROCm device: real frameworks that train there, killed and brought back.
+"""The conformance suite on a real CUDA or ROCm device: real frameworks train there, are killed and restart.
 
 One rank over NCCL or RCCL; several ranks share the device, which these refuse, and talk over gloo. DeepSpeed chooses
 its accelerator when the pool's server imports it: with DS_ACCELERATOR=cuda its cases run.
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.adapters import ADAPTERS
-from tests.support.conformance import CHECKS, Adapter, Suite
-from tests.support.real_device import needs_device
+from tests.gpu.real_device import needs_device
+from tests.integrations.conformance import CHECKS, Suite
+from tests.support.adapters import ADAPTERS, Adapter
 
 pytestmark = [*needs_device, pytest.mark.multiproc, pytest.mark.faults]
 

@@ -1,4 +1,4 @@
-"""Copies beside training on a real CUDA or ROCm device: gates, measured times, throughput, captures of graphs."""
+"""Copies during training on a real CUDA or ROCm device: gates, measured times, throughput, graph captures."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ftckpt.capture import driver, registration
 from ftckpt.schedule.bubbles import Always, Bubbles, Turn, WindowPlan
 from ftckpt.schedule.clock import DeviceClock, Moment
 from ftckpt.schedule.iteration import IterationForecast
-from tests.support.device_states import Landings, assert_holds, plan, prepared, shared_slot
-from tests.support.fake_device import SECS
-from tests.support.real_device import MIB, cycles_for, needs_device, sleep, state
+from tests.gpu.device_states import Landings, assert_holds, plan, prepared, shared_slot
+from tests.gpu.fake_device import SECS
+from tests.gpu.real_device import MIB, cycles_for, needs_device, sleep, state
 from tests.support.waiting import until
 
 pytestmark = needs_device
@@ -42,7 +42,7 @@ class HandedOver:
 def test_a_gated_copy_starts_when_the_device_reaches_its_window(
     gated: bool, registered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a long kernel, although the side stream is idle. Without a gate it comes first: it can."""
+    """After a long kernel, although the side stream is idle. Without a gate the copy overtakes the kernel."""
     tensors = state(device)
     copies, size = plan(tensors, 16 * MIB)
     slot, clock, windows = shared_slot(size), DeviceClock(device), HandedOver()
@@ -70,7 +70,7 @@ def test_a_gated_copy_starts_when_the_device_reaches_its_window(
 
 
 def test_measured_times_lie_inside_their_windows(device: torch.device) -> None:
-    """The host is past the iteration before the device has begun it."""
+    """The host has passed the iteration before the device starts it."""
     kinds, secs = ("start", "forward", "window", "backward", "window", "fence"), (0.0, 0.2, 0.2, 0.2, 0.2, 0.0)
     tensors = [torch.ones(80 * MIB // 4, device=device)]
     copies, size = plan(tensors, 16 * MIB)

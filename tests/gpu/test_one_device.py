@@ -1,4 +1,4 @@
-"""A rank trains on one device, the current one: of no other is RNG saved. What lies elsewhere is refused."""
+"""A rank trains on one device, the current one, whose RNG alone is saved. State on another device is refused."""
 
 from __future__ import annotations
 

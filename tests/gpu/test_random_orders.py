@@ -24,9 +24,9 @@ import torch
 from ftckpt.cli.check_device import Bench, NoWindow, bench_on
 from ftckpt.schedule.bubbles import Always, Turn, Windows
 from ftckpt.schedule.clock import make_clock
-from tests.support.device_states import CPU
-from tests.support.fake_device import SECS
-from tests.support.real_device import needs_device
+from tests.gpu.device_states import CPU
+from tests.gpu.fake_device import SECS
+from tests.gpu.real_device import needs_device
 from tests.support.repository import ROOT
 
 QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"

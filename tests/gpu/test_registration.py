@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from ftckpt.capture import device_copier, registration
-from ftckpt.capture.affinity import Locality
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.memory.locks import FileLock
 from ftckpt.schedule.clock import DeviceClock
-from tests.support.device_states import (
+from tests.gpu.device_states import (
     CPU,
     DeviceSnapshots,
     assert_holds,
@@ -30,12 +29,12 @@ from tests.support.device_states import (
     shared_slot,
     started,
 )
-from tests.support.fake_device import PAGE, SECS, FakeDevice, pages_present
+from tests.gpu.fake_device import PAGE, SECS, FakeDevice, pages_present
 from tests.support.waiting import until
 
 
 def test_registration_is_undone_where_it_was_made(fake: FakeDevice) -> None:
-    """Also of slots that came later: all are unpinned when ``close`` returns."""
+    """Slots that were added later too: all are unpinned when ``close`` returns."""
     slots = [shared_slot(10 * PAGE), shared_slot(3 * PAGE)]
     with prepared(slots[:1], CPU) as copier:
         assert sum(fake.pinned.values()) == slots[0].numel()
@@ -65,8 +64,7 @@ def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeyp
 def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the staging buffer it would stand in training's way. What is cheap beside an iteration, or late, need
-    not wait."""
+    """Copies through the staging buffer would delay training. A snapshot that is cheap, or late, need not wait."""
     snapshots = DeviceSnapshots(monkeypatch, settled=False)
     capture, release = snapshots.capture, threading.Event()
     monkeypatch.setattr(registration, "pin_pages", lambda *_: release.wait(SECS))
@@ -128,7 +126,7 @@ def turn_of_another_rank(path: Path) -> Iterator[Callable[[], None]]:
 
 
 def registrar_with(turns: Path, slots: list[torch.Tensor]) -> Registrar:
-    registrar = Registrar(CPU, Locality(), turns, None)
+    registrar = Registrar(CPU, None, turns)
     registrar.add(slots)
     registrar.begin()
     return registrar
@@ -146,7 +144,7 @@ def test_a_failure_leaves_nothing_pinned_behind_the_end(
         touch(slot, stop)
 
     monkeypatch.setattr(registration, "touch", fail)
-    with closing(Registrar(CPU, Locality(), None, None)) as registrar:
+    with closing(Registrar(CPU, None)) as registrar:
         registrar.begin()
         registrar.add(slots[:1])
         registrar.add(slots[1:])
@@ -183,7 +181,7 @@ def test_a_rank_that_is_stuck_while_it_registers_does_not_keep_the_others(
 def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unpinning may wait for all that the device has. What is of training, and buffers, are let go of."""
+    """Unpinning may wait for all work of the device. Tensors of training and buffers are released."""
     snapshots = DeviceSnapshots(monkeypatch)
     snapshots.take()
     held = [weakref.ref(tensor) for tensor in (*snapshots.tensors, *fake.buffers, *fake.staging)]
@@ -200,31 +198,9 @@ def test_where_ftckpt_turned_off_nothing_is_unpinned_while_training_goes_on(
     assert not fake.pinned
 
 
-@pytest.mark.parametrize("nodes", [{0: 9, 1: 3}, {1: 12}, {0: 12}, {}])
-def test_slots_on_another_numa_node_than_the_device_are_told(
-    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, int]
-) -> None:
-    slots, told = [shared_slot(2 * PAGE), shared_slot(3 * PAGE)], list[object]()
-    looked: list[int] = []
-
-    def nodes_of(slot: torch.Tensor) -> dict[int, int]:
-        assert all(pages_present(slot.data_ptr(), slot.numel())), "pages that are not there lie nowhere"
-        looked.append(slot.data_ptr())
-        return nodes
-
-    monkeypatch.setattr(registration, "nodes_of", nodes_of)
-    registrar = Registrar(CPU, Locality(None, 0), None, lambda *said: told.append(said))
-    registrar.add(slots)
-    registrar.begin()
-    until(lambda: registrar.idle, "registered", SECS)
-    registrar.close()
-    assert looked == [slot.data_ptr() for slot in slots]
-    assert told == ([(0, nodes)] * 2 if 1 in nodes else [])
-
-
 def test_where_nothing_is_to_be_pinned_copies_are_staged(fake: FakeDevice) -> None:
     tensors, copies, slot = laid_out()
-    registrar = Registrar(CPU, Locality(), None, None, pins=False)
+    registrar = Registrar(CPU, None, pins=False)
     with closing(DeviceCopier(DeviceClock(CPU), True, registrar)) as copier:
         copier.prepare([slot])
         assert copier.pin_now(SECS), "dealt with"

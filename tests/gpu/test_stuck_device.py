@@ -1,4 +1,4 @@
-"""A whole capture over ``FakeDevice``: slow and stuck copies delay training or cost a snapshot, never tear one."""
+"""A capture over ``FakeDevice``: slow and stuck copies delay training or cost a snapshot, never tear one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from ftckpt.capture import capture as capture_module
 from ftckpt.errors import CaptureError
-from tests.support.device_states import DeviceSnapshots
-from tests.support.fake_device import SECS, FakeDevice
+from tests.gpu.device_states import DeviceSnapshots
+from tests.gpu.fake_device import SECS, FakeDevice
 from tests.support.waiting import until
 
 
@@ -36,11 +36,11 @@ def test_a_slow_copy_delays_the_optimizer_on_the_device_only(
     fake.compute.enqueue(snapshots.tensors[0].zero_)
     fake.advance()
     assert snapshots.capture.flying
-    assert snapshots.control.told == ["begin"]
+    assert snapshots.control.calls == ["begin"]
     slow.set()
     snapshots.capture.settle(SECS)
     fake.compute.synchronize()
-    assert snapshots.control.told == ["begin", "seal"]
+    assert snapshots.control.calls == ["begin", "seal"]
     snapshots.assert_boundary()
     assert not snapshots.tensors[0].any()
     snapshots.capture.close()
@@ -69,7 +69,7 @@ def test_a_stuck_copy_costs_the_snapshot_and_never_the_trainer(
     assert fake.pinned, "pages that a device may write to were given back"
     stuck.set()
     assert flight is not None and flight.wait(SECS)
-    assert snapshots.control.told == ["begin", "void"], "sealed after it was dropped"
+    assert snapshots.control.calls == ["begin", "void"], "sealed after it was dropped"
     snapshots.copier.close()
     assert not fake.pinned
 
@@ -88,5 +88,5 @@ def test_close_while_the_copier_is_stuck_in_a_submission(fake: FakeDevice, monke
     assert flight is not None and not flight.ended
     stuck.set()
     assert flight.wait(SECS), "its end was told to a thread that had been stopped"
-    assert snapshots.control.told == ["begin", "void"]
+    assert snapshots.control.calls == ["begin", "void"]
     snapshots.copier.close()

@@ -1,4 +1,4 @@
-"""A whole job over ``FakeDevice``: from its first iteration to its last nothing is loaded, allocated or unpinned."""
+"""A job over ``FakeDevice``: from its first iteration to its last nothing is loaded, allocated or unpinned."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.schedule.clock import DeviceClock
+from tests.gpu.fake_device import SECS, FakeDevice, install
 from tests.support import jobs, plain
-from tests.support.fake_device import SECS, FakeDevice, install
 from tests.support.pool import run_ranks
 from tests.support.waiting import until
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multiproc
 NODES = ["a", "b", "c"]
 UNTIL = 7
 ROW = 1 << 15
-"""Elements: enough for each rank to have a share, of which the others make parity."""
+"""Elements: enough for each rank to have a share that the others protect by parity."""
 
 
 def on_a_device(

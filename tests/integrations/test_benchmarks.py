@@ -1,4 +1,4 @@
-"""A smoke run of each benchmark: it succeeds, writes its result, and leaves nothing behind."""
+"""A smoke run of each benchmark: it succeeds, writes its result, and leaves nothing else."""
 
 from __future__ import annotations
 
@@ -72,11 +72,6 @@ def test_device(folder: Path) -> None:
     assert restarted["exact"] is True and restarted["compared"] > 50 and restarted["notes"]["has_smp"] == 1.0
 
 
-def test_parity(folder: Path, arena_root: Path) -> None:
-    found = run(folder, arena_root, "parity", "--mib", "1", "--repeats", "2", places="arena")
-    assert all(0 < rate["least"] <= rate["median"] <= rate["most"] for rate in found["rates"].values())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["megatron", "deepspeed", "plain"])
 def test_boundary(framework: str, folder: Path, arena_root: Path) -> None:
@@ -86,17 +81,10 @@ def test_boundary(framework: str, folder: Path, arena_root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_capture(folder: Path, arena_root: Path) -> None:
-    cases = run(folder, arena_root, "capture", "--repeats", "1", places="arena")["cases"]
-    shares = {(case["schedule"], case["capacity_asked"]): case["share_in_windows"] for case in cases}
-    assert shares["sync", 1.2] == 0 and shares["bubble", 1.2] > shares["bubble", 0.5] > 0.2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["megatron", "deepspeed", "plain"])
 def test_load(framework: str, folder: Path, arena_root: Path) -> None:
     found = run(folder, arena_root, "load", "--only", framework, places="disk")
-    sources = {"memory": "memory", "parity": "node_parity", "disk": "storage", "nfs": "storage"}
+    sources = {"memory": "memory", "parity": "node_parity", "disk": "storage"}
     ours = [row for row in found["rows"] if (row["who"], row["layout"]) == ("ftckpt", "same")]
     assert ours and all(row["found"] == sources[row["source"]] for row in ours)
     assert all(row["whole_secs"] > 0 for row in found["medians"])

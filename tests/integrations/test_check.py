@@ -14,21 +14,30 @@ import torch
 
 from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.cli import check as whole_check
 from ftckpt.cli import check_device
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.cli.main import main
+from tests.support.repository import is_golden
 
 pytestmark = pytest.mark.multiproc
 
 
-def test_a_machine_by_itself(arena_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "found.json"
-    assert main(["check", "--arena", str(arena_root), "--size", "4MiB", "--json", str(out)]) == 0
-    found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
+def found_by(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """What the command has printed as JSON."""
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["ranks"]["0"]
+    return found
+
+
+def test_a_machine_by_itself(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--arena", str(arena_root), "--size", "4MiB"]
+    assert main([*words, "--json"]) == 0
+    found = {one["name"]: one for one in found_by(capsys)}
     assert {found[name]["state"] for name in ("arena", "room", "locks", "exact copies")} == {PASSED}
     assert found["ranks"]["state"] == SKIPPED and "torchrun" in found["ranks"]["text"]
     assert found["memory rate"]["figures"]["bytes_per_sec"] > 0
     assert all(one["remedy"] for one in found.values() if one["state"] in (WARNED, FAILED))
+    assert main(words) == 0
     text = capsys.readouterr().out
     assert "passed  host: locks: locks hold between processes" in text and " 0 failed" in text
     assert not list(arena_root.iterdir()), "nothing is left"
@@ -39,6 +48,22 @@ def test_what_a_node_needs_and_has_not(arena_root: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "failed  host: room: " in out and "FAILED host, room: " in out
     assert "1000.0 TiB are needed" in out
+
+
+FOUND = [
+    CheckResult("host", "room", PASSED, "512.0 GiB are free"),
+    CheckResult("host", "cores", WARNED, "8 cores for 8 rank(s) and the SMP", "give ranks more cores"),
+    CheckResult("device", "rate", FAILED, "0.1 GB/s", "check that the rank's cores are near the device"),
+    CheckResult("network", "ranks", SKIPPED, "one process"),
+]
+
+
+def test_results_then_remedies_then_their_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_check, "_checks", lambda *_: iter(FOUND))
+    assert main(["check"]) == 1
+    is_golden("check", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +80,15 @@ def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureF
     assert problem in capsys.readouterr().err
 
 
-def test_areas_by_name(arena_root: Path, tmp_path: Path) -> None:
-    out, areas = tmp_path / "found.json", ("host", "device", "network")
+def test_areas_by_name(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    areas = ("host", "device", "network")
     for words, expected in (
         (["--device"], {"device"}),
         (["--host", "--network"], {"host", "network"}),
         ([], {*areas}),
     ):
-        assert main(["check", "--arena", str(arena_root), "--size", "1MiB", "--json", str(out), *words]) == 0
-        assert {one["area"] for one in json.loads(out.read_text())["ranks"]["0"]} == expected
+        assert main(["check", "--arena", str(arena_root), "--size", "1MiB", "--json", *words]) == 0
+        assert {one["area"] for one in found_by(capsys)} == expected
 
 
 @pytest.mark.parametrize("area", ["--host", "--device"])
@@ -74,13 +99,13 @@ def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def found_of(arena: Path, name: str) -> CheckResult:
-    """Of the device, without what would come behind it."""
+    """The checks of the device, without those that follow."""
     with closing(check_device.device_checks(arena, 40)) as found:  # type: ignore[type-var]
         return next(one for one in found if one.name == name)
 
 
 class Hasty(HostCopier):
-    """Lets training go on before its bytes are copied."""
+    """Releases training before its bytes are copied."""
 
     def fence(self, flight: Flight, timeout_secs: float) -> bool:
         threading.Timer(0.3, flight.hurry.set).start()
@@ -108,13 +133,12 @@ def fill_up(*_: Any) -> None:
 
 
 def test_no_room_for_copies_is_one_failure_and_others_are_looked_at(
-    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arena_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_device.os, "posix_fallocate", fill_up)
-    out = tmp_path / "found.json"
-    words = ["check", "--arena", str(arena_root), "--size", "4MiB", "--json", str(out)]
+    words = ["check", "--arena", str(arena_root), "--size", "4MiB", "--json"]
     assert main([*words, "--device", "--network"]) == 1
-    found = {one["name"]: one for one in json.loads(out.read_text())["ranks"]["0"]}
+    found = {one["name"]: one for one in found_by(capsys)}
     assert found.keys() == {"device", "copies", "ranks"}
     assert found["copies"]["state"] == FAILED and "No space left" in found["copies"]["text"]
     assert "--size" in found["copies"]["remedy"] and "/dev/shm" in found["copies"]["remedy"]

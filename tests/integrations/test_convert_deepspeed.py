@@ -49,7 +49,7 @@ INFO = {
     "tp_replicated_parameter_patterns": [r".*positions", r".*norm.*", r"tied_modules\..*", r"[0-9]+\.(weight|bias)"],
     "pipeline_replicated_parameter_patterns": [r"tied_modules\..*"],
 }
-"""What the example model would say of itself."""
+"""The example model's description of itself."""
 
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
 SAVED = {
@@ -76,7 +76,7 @@ QUICK = ("fp32", "zero1-freeze", "zero2-round-robin", "zero3-three", "pp2-tp2-dp
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk and what the ranks held when it was written."""
+    """A checkpoint on disk and the state of the ranks when it was written."""
 
     path: Path
     live: list[list[Elements]]
@@ -84,7 +84,7 @@ class Checkpoint:
 
 
 def held(job: Any) -> list[Elements]:
-    """What this rank has, as ftckpt describes it, with bytes."""
+    """The state of this rank, as ftckpt describes it, with bytes."""
     from ftckpt.deepspeed.state import DeepSpeedState
 
     described = DeepSpeedState(job.engine, {}).describe()
@@ -144,7 +144,7 @@ def convert_to_deepspeed(source: Any, destination: Path) -> None:
 
 
 def load(rank: int, world_size: int, shape: Shape, folder: str) -> tuple[list[Elements], list[Any]]:
-    """Load a universal checkpoint with DeepSpeed's own code; what this rank then has, of tensors and of the rest."""
+    """Load a universal checkpoint with DeepSpeed's own code; returns this rank's tensors and other state."""
     job = build(shape, TINY, checkpoint={"load_universal": True})
     engine = job.engine
     engine.load_checkpoint(folder)
@@ -164,11 +164,11 @@ LOADS = {
     "zero1-fp16": Shape(3, config=fp16(19) | zero(2)),
     "live": Shape(0),
 }
-"""What is loaded into which other layout."""
+"""The checkpoints and the other layouts that load them."""
 
 
 class Live(Reader):
-    """What the ranks of a job hold, as a source."""
+    """The state of a job's ranks, as a source."""
 
     def __init__(self, name: str) -> None:
         self._pairs = [pair for rank in saved(name).live for pair in rank]
@@ -190,7 +190,7 @@ class Live(Reader):
 
 @pytest.mark.parametrize("name", by_default(LOADS, ["zero2-round-robin", "zero3-three", "pp2-tp2-dp2", "live"]))
 def test_deepspeed_loads_what_was_converted_into_another_layout(name: str, tmp_path: Path) -> None:
-    """Of what ftckpt saved (``live``) boxes alone say how parameters are divided."""
+    """For checkpoints of ftckpt (``live``) boxes alone describe how parameters are divided."""
     name, is_live = ("pp2-tp2-dp2", True) if name == "live" else (name, False)
     source = Live(name) if is_live else DeepSpeedReader(saved(name).path)
     convert_to_deepspeed(source, tmp_path / "made")
@@ -226,7 +226,7 @@ PARTS = {
         r".*positions", r".*norm1.*", r".*norm2\.weight", r"tied_modules\..*", r"[0-9]+\.(weight|bias)",
     ],
 }  # fmt: skip
-"""Everything that a checkpoint can say of how its parameters are divided; the model knows nothing of it."""
+"""All descriptions of divided parameters that a checkpoint can have; the model has none."""
 
 
 def to_universal(rank: int, world_size: int, source: str, destination: str) -> None:
@@ -241,7 +241,7 @@ def to_universal(rank: int, world_size: int, source: str, destination: str) -> N
 
 
 def said_otherwise(name: str, info: Mapping[str, Any], label: str = "other") -> Path:
-    """The same checkpoint, which says something else of its parameters."""
+    """The same checkpoint with another description of its parameters."""
     path = _root() / f"{name}-{label}"
     if not path.exists():
         shutil.copytree(saved(name).path, path)
@@ -350,7 +350,7 @@ WITHOUT = {
     "mp_rank_01_model_states.pt": ("pp2-dp2-tied", ("missing", "mp_rank_01_model_states.pt")),
     "layer_03-model_00-model_states.pt": ("pp2-dp2-tied", ("layer_…", "tp 0", "3.attention")),
 }
-"""File: of which checkpoint, and what is said where it is missing."""
+"""File: its checkpoint, and the error where it is missing."""
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
@@ -461,19 +461,13 @@ def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all others, in strips that the test makes small: the same files but for what is inside of archives."""
+def test_tensors_are_written_in_strips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DeepSpeedReader(saved("zero1-three").path)
     convert_to_deepspeed(source, tmp_path / "at once")
-    monkeypatch.setattr(deepspeed_universal_writer, "STRIP_BYTES", 5000)
-    monkeypatch.setattr(safetensors, "STRIP_BYTES", 5000)
+    monkeypatch.setattr(deepspeed_universal_writer, "strips", functools.partial(safetensors.strips, nbytes=500))
     convert_to_deepspeed(source, tmp_path / "made")
-    streamed = 0
-    for file in sorted((tmp_path / "made").rglob("*.pt")):
-        other = tmp_path / "at once" / file.relative_to(tmp_path / "made")
-        assert zipfile.ZipFile(file).testzip() is None
-        if file.stat().st_size > 8000 and file.parent.parent.name == "zero":
-            mine, wanted = torch.load(file, weights_only=True), torch.load(other, weights_only=True)
-            assert torch.equal(mine.pop("param"), wanted.pop("param")) and mine == wanted
-            streamed += 1
-    assert streamed >= 3
+    files = [file for file in (tmp_path / "made").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size > 2000 for file in files) >= 3
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "at once" / file.relative_to(tmp_path / "made")).read_bytes()
+        assert file.suffix != ".pt" or zipfile.ZipFile(file).testzip() is None

@@ -86,7 +86,7 @@ def saved(rank: int, world_size: int, argv: Sequence[str], path: str, sharding: 
 
 
 def loaded(rank: int, world_size: int, argv: Sequence[str], path: str, iteration: int = 2) -> list[Elements]:
-    """What a rank of another job holds once Megatron has loaded the checkpoint."""
+    """The state of a rank of another job after Megatron has loaded the checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
@@ -103,7 +103,7 @@ def loaded(rank: int, world_size: int, argv: Sequence[str], path: str, iteration
 
 
 def consolidated(results: Sequence[Any]) -> Wholes:
-    """All ranks' pieces as whole tensors; replicas must be equal, and nothing may be missing."""
+    """All ranks' pieces as full tensors; replicas must be equal, and nothing may be missing."""
     return wholes(piece for result in results for piece in result.value)
 
 
@@ -186,7 +186,7 @@ def gather(optimizer: Any) -> Any:
 
 
 def arguments(args: Any, mpu: Any) -> Any:
-    """What Megatron's own command line would have put into the checkpoint, by its names; an enumeration among it."""
+    """The arguments that Megatron's own command line would have saved, by its names, with an enumeration."""
     from megatron.core.transformer.enums import AttnBackend
 
     return argparse.Namespace(

@@ -1,4 +1,4 @@
-"""Scalars of ftckpt beside those of the framework, by the writers that the framework has opened."""
+"""Scalars of ftckpt next to those of the framework, by the writers that the framework has opened."""
 
 from __future__ import annotations
 

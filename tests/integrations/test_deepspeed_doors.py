@@ -1,4 +1,4 @@
-"""The doors of DeepSpeed's integration: what starts it, refuses, gives data and RNG back, and ends it."""
+"""The entry of DeepSpeed's integration: its start, refusals, restored data and RNG, and its end."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_without_a_good_end_snapshots_stay(how: str, arena_root: Path) -> None:
 
 
 def refused(rank: int, world_size: int, arena: str) -> list[str]:
-    """What wrong starts say, and right ones before, between and after them."""
+    """The errors of wrong starts, with right ones before, between and after them."""
     import deepspeed
 
     import ftckpt.deepspeed
@@ -261,7 +261,7 @@ def test_what_a_script_changes_after_the_boundary_is_reported_and_the_remedy_is_
 
 
 def frozen_later(rank: int, world_size: int, arena: str, kind: str) -> Any:
-    """Two iterations, of which the first freezes the bias; its flag at the start, or what keeps it from going on."""
+    """Two iterations; the first freezes the bias. Returns its flag at the start, or the error that stops it."""
     import ftckpt.deepspeed
 
     settings = {"type": kind, "params": {"lr": 1e-2, "torch_adam": True, "adam_w_mode": kind == "AdamW"}}
@@ -335,7 +335,7 @@ def test_an_engine_is_attached_by_hand_with_objects(arena_root: Path) -> None:
 
 
 def loaded_in_training(rank: int, world_size: int, arena: str, folder: str) -> None:
-    """A script goes back to what it saved, trains on, and dies before it has come as far as before."""
+    """A script rolls back to its own checkpoint, trains, and dies before it has reached the same iteration."""
 
     engine = initialize(section(arena, events=f"{folder}/events", schedule="sync"))
     for _ in range(2):
@@ -359,7 +359,7 @@ def started_again(rank: int, world_size: int, arena: str, storage: str = "") -> 
 
 
 def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path) -> None:
-    """Iteration 5 was whole in memory, and undone by the load: the restart goes on from 4."""
+    """Iteration 5 was committed in memory, and rolled back by the load: the restart resumes from 4."""
     args = (loaded_in_training, 2, str(arena_root), str(tmp_path))
     assert [r.exitcode for r in run_ranks(*args, stand_in=False, expect_failures=True)] == [-9, -9]
     told = {"events": tmp_path / "events"}
@@ -368,7 +368,7 @@ def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path
 
 
 def loaded_beside_storage(rank: int, world_size: int, arena: str, folder: str) -> list[int]:
-    """Goes back from what is on storage to an iteration, then to the beginning, and dies behind it."""
+    """Rolls back from the checkpoint on storage to an iteration, then to the beginning, and dies after it."""
     import ftckpt.deepspeed
 
     storage = {"persist": f"{folder}/storage", "persist_interval": 2}

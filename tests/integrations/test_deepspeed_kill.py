@@ -1,4 +1,4 @@
-"""DeepSpeed jobs killed at any point go on bit-exact, whoever knows the position of the data, beside checkpoints."""
+"""DeepSpeed jobs killed at any point resume bit-exact, whoever has the data position, with checkpoints or without."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def resume(name: str, settings: dict[str, Any], *argv: str, until: int = UNTIL) 
 
 
 def test_the_position_of_the_data_comes_back(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of an iterator that the script makes anew; DeepSpeed's own loader has tests with its other doors."""
+    """For an iterator that the script recreates; DeepSpeed's own loader is tested with the entry."""
     argv, until = ("--data", "iterator"), 15
     attempt(PIPELINE, settings, Fault(1, 14, "forward", tmp_path / "fired", "kill"), argv=argv, until=until)
     assert resume(PIPELINE, settings, *argv, until=until) in {12, 13}
@@ -64,7 +64,7 @@ def test_memory_newer_than_storage_wins(name: str, settings: dict[str, Any], tmp
 
 @pytest.mark.parametrize("name", by_default(["zero2", PIPELINE], ["zero2"]))
 def test_storage_newer_than_memory_wins(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """A run without ftckpt has meanwhile gone on to iteration 6: what is in memory is older, and is given up."""
+    """A run without ftckpt has meanwhile reached iteration 6: the snapshots in memory are older, and are dropped."""
     storage = str(tmp_path / "ds")
     attempt(name, settings, Fault("all", AT, "boundary", tmp_path / "fired", "kill", secs=20))
     ds_jobs.outcomes(ds_jobs.Run(ds_jobs.SHAPES[name], 6, argv=("--save", storage, "--save-interval", "6")))

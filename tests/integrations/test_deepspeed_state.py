@@ -1,4 +1,4 @@
-"""What a DeepSpeed rank says of its state is true, is all of it, and brings training back to the bit."""
+"""A DeepSpeed rank's description of its state is right and complete, and restores training bit by bit."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_training_goes_on_from_what_was_saved_to_the_bit(name: str, settings: di
 
 
 def captured(rank: int, world_size: int, shape: Shape) -> dict[str, Any]:
-    """What a rank copies, of the pieces that it holds."""
+    """The pieces that a rank copies."""
 
     from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 
@@ -249,7 +249,7 @@ def test_engines_that_are_not_known_are_refused(text: str) -> None:
 
 
 def spoilt_marks(rank: int, world_size: int, shape: Shape) -> list[str]:
-    """What is said of parameters whose place is not known."""
+    """The refusal of parameters whose place is not known."""
     job, state = build(shape)
     (name, weight), *_ = [(n, p) for n, p in job.engine.module.named_parameters() if n.endswith("query.weight")]
     told = []
@@ -322,7 +322,7 @@ def test_compiled_optimizers_go_on_to_the_bit(name: str, settings: dict[str, Any
 
 
 def small_state(rank: int, world_size: int, shape: Shape) -> None:
-    """What the model above does not make use of comes back as well."""
+    """State that the model above does not use is restored as well."""
     from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
     job, state = build(shape)

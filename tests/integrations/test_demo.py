@@ -1,4 +1,4 @@
-"""The demo: its conclusions on logs made up here, what Ctrl-C leaves, and (slow) the whole of it."""
+"""The demo: its conclusions on logs made up here, the remains after Ctrl-C, and (slow) a full run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ REFERENCE = [line(1, 5.0), line(2, 4.5), line(3, 4.25)]
 
 def made_up(name: str, folder: Path, lines: list[dict[str, Any]], **more: Any) -> Run:
     """A run of two ranks that was never started."""
-    run = Run(name, folder / name, FRAMEWORKS["megatron"], [], lines=lines, **more)
+    run = Run(name, folder / name, FRAMEWORKS["megatron"], [], **more)
+    run.lines += lines
     run.final.mkdir(parents=True)
     for rank in ("tp0-pp0-dp0", "tp0-pp0-dp1"):
         (run.final / f"{rank}.json").write_text(json.dumps(HASHES))

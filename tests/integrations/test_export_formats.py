@@ -1,4 +1,4 @@
-"""What a real job leaves on storage for others: in each format all that its snapshot holds."""
+"""The exports of a real job: in each format the full contents of its snapshot."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def persisting(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> It
 
 
 def cast(master: Any) -> Any:
-    """The bytes of the weight of which these are the master's."""
+    """The bytes of the weight whose master has these."""
     weight = torch.from_numpy(master).view(torch.float32).to(torch.bfloat16)
     return weight.view(torch.uint8).numpy()
 
 
 def wholes(reader: Reader, roles: tuple[str, ...] = ("master", "exp_avg", "exp_avg_sq")) -> dict[str, Any]:
-    """Every tensor of these roles, whole."""
+    """Every full tensor of these roles."""
     consolidator = Consolidator(reader)
     wanted = [tensor for tensor in consolidator.tensors if tensor.role in roles]
     return {tensor.key: consolidator.get(tensor, 0, tensor.rows).copy() for tensor in wanted}

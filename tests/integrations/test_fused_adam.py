@@ -1,35 +1,159 @@
 """FusedAdam of Transformer Engine and of Apex under real Megatron-core, DeepSpeed and plain torch.
 
 By default over stand-ins of both; ``bash tests/probe/run.sh fused-adam DIR`` runs the same with the real Python of a
-checkout, over kernels in torch.
+checkout, which ``FTCKPT_TEST_CHECKOUT`` names, over kernels in torch.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
-from tests.support import ds_jobs, fused, jobs
+from tests.support import ds_jobs, jobs, te
+from tests.support.adapters import PlainJob
 from tests.support.ds_jobs import BF16, fp16, zero
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.multiproc
 
+CHECKOUT = "FTCKPT_TEST_CHECKOUT"
+_TE = "transformer_engine/pytorch/optimizers"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The library of the optimizer, and its checkout; None: the stand-in."""
+
+    name: str
+    checkout: Path | None = None
+
+    def install(self) -> type:
+        """Install it in a process made for one test; Megatron is imported by its next user."""
+        if self.name == "te":
+            te.install(self._release(), self.checkout)
+            from transformer_engine.pytorch.optimizers import FusedAdam
+        else:
+            te.install_apex(self.checkout)
+            from apex.optimizers import FusedAdam
+        kind: type = FusedAdam
+        assert self.checkout is None or Path(inspect.getfile(kind)).is_relative_to(self.checkout)
+        return kind
+
+    def _release(self) -> str:
+        """The release of Transformer Engine."""
+        if self.checkout is None:
+            return te.RELEASES[-1]
+        version = (self.checkout / "build_tools/VERSION.txt").read_text()
+        return ".".join(version.strip().split(".")[:2])
+
+
+def libraries() -> list[Library]:
+    """The libraries to test.
+
+    Raises:
+        FileNotFoundError: what the environment names holds neither of them.
+    """
+    if CHECKOUT not in os.environ:
+        return [Library("te"), Library("apex")]
+    checkout = Path(os.environ[CHECKOUT]).resolve()
+    found = [name for name, folder in (("te", _TE), ("apex", "apex/optimizers")) if (checkout / folder).is_dir()]
+    if not found:
+        raise FileNotFoundError(f"{checkout} holds neither Transformer Engine nor Apex")
+    return [Library(found[0], checkout)]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job with the optimizer of ``library``: fields of OptimizerConfig."""
+
+    library: Library
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+def prepare(setup: Setup) -> Any:
+    """``train_gpt`` with it."""
+    setup.library.install()
+    import train_gpt
+
+    train_gpt.OptimizerConfig = functools.partial(train_gpt.OptimizerConfig, **setup.optimizer)
+    return train_gpt
+
+
+def train_megatron(rank: int, world_size: int, run: jobs.Run, setup: Setup) -> jobs.Outcome:
+    prepare(setup)
+    return jobs.train(rank, world_size, run)
+
+
+def train_with_deepspeed(
+    rank: int, world_size: int, run: ds_jobs.Run, library: Library, options: dict[str, Any]
+) -> jobs.Outcome:
+    """The script gives the optimizer to ``deepspeed.initialize``."""
+    from tests.support.standin.cuda import install_tensor
+
+    install_tensor()  # it has a flag on "cuda"
+    kind: Any = library.install()
+    _let_deepspeed_know(library)
+    import train_deepspeed
+
+    train_deepspeed.own_optimizer = lambda _args, parameters: kind(parameters, lr=1e-3, **options)
+    return ds_jobs.train(rank, world_size, run)
+
+
+def _let_deepspeed_know(library: Library) -> None:
+    """DeepSpeed looks for Apex when it is imported, and has been."""
+    if library.name == "apex":
+        import apex as installed
+        from deepspeed.runtime import engine
+        from deepspeed.runtime.zero import utils
+
+        engine.APEX_INSTALLED, engine.apex = True, installed
+        utils.ZERO_SUPPORTED_OPTIMIZERS.append(installed.optimizers.FusedAdam)
+
+
+def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, options: dict[str, Any]) -> jobs.Outcome:
+    """``run`` of launch/train_plain.py with this optimizer."""
+    from tests.support.standin.cuda import install_tensor
+
+    install_tensor()  # it has a flag on "cuda"
+    kind: Any = library.install()
+    import train_plain
+
+    train_plain.build_optimizer = lambda args, parameters: kind(parameters, lr=args.lr, **options)
+    job = PlainJob(run.argv)
+    checkpointer = None
+    if run.settings is not None:
+        checkpointer = job.attach(
+            Config(enabled=True, node="node", **{"protect": "none", "interval": 1, **run.settings})
+        )
+    start, rows = job.iteration, []
+    while job.iteration < run.until:
+        loss, grad_norm, *_ = job.train_iteration()
+        rows.append((job.iteration, loss, grad_norm))
+    hashes = dict(job.hashes())
+    if checkpointer is not None:
+        checkpointer.close(remove=run.end == "close")
+    return jobs.Outcome(start, rows, hashes)
+
+
 REMAINDERS = {"use_precision_aware_optimizer": True}
-LIBRARIES = {library.name: library for library in fused.libraries()}
+LIBRARIES = {library.name: library for library in libraries()}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Arguments of train_gpt, fields of OptimizerConfig, ranks, and the iteration behind which the job stops."""
+    """Arguments of train_gpt, fields of OptimizerConfig, ranks, and the iteration after which the job stops."""
 
     argv: tuple[str, ...] = ()
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -54,14 +178,15 @@ SCENES = {
 
 
 def cases(every: list[Any], quick: list[Any]) -> list[Any]:
-    """Of a checkout all."""
+    """All cases of a checkout; of the stand-ins the quick ones by default."""
     return by_default(every, [case for case in quick if case in every]) if len(LIBRARIES) > 1 else every
 
 
-def counted(rank: int, world_size: int, setup: fused.Setup, run: jobs.Run) -> set[Any]:
+def counted(rank: int, world_size: int, setup: Setup, run: jobs.Run) -> set[Any]:
     """The steps that groups have when ``run`` has restored and trained."""
-    fused.train(rank, world_size, run, setup)
-    return fused.steps([leaf.optimizer for leaf in sys.modules["ftckpt.megatron"].door.state._leaves])
+    train_megatron(rank, world_size, run, setup)
+    leaves = sys.modules["ftckpt.megatron"].door.state._leaves
+    return {group.get("step") for leaf in leaves for group in leaf.optimizer.param_groups if group["params"]}
 
 
 @pytest.mark.parametrize("library", cases(list(LIBRARIES), ["te"]))
@@ -70,7 +195,7 @@ def test_another_layout_goes_on_at_the_same_step(library: str, settings: dict[st
 
     The first has an empty group, whose steps nobody counts.
     """
-    setup = fused.Setup(LIBRARIES[library], {"decoupled_lr": 5e-4})
+    setup = Setup(LIBRARIES[library], {"decoupled_lr": 5e-4})
     run = jobs.Run(["--layers", "2"], 0, settings, end="keep")
     for ranks, argv, until in ((2, [], 3), (1, [], 4), (2, [], 6), (2, ["--pp", "2"], 7)):
         this = replace(run, argv=[*run.argv, *argv], until=until)
@@ -88,8 +213,8 @@ def test_state_that_megatron_does_not_show_is_refused_by_its_setting() -> None:
     ]
 
 
-def refusals(rank: int, world_size: int, library: fused.Library) -> list[str]:
-    train_gpt = fused.prepare(fused.Setup(library, REMAINDERS if library.name == "te" else {}))
+def refusals(rank: int, world_size: int, library: Library) -> list[str]:
+    train_gpt = prepare(Setup(library, REMAINDERS if library.name == "te" else {}))
     job = train_gpt.build(train_gpt.parse_args([*jobs.TINY]))
     from ftckpt.megatron.state import MegatronState
 
@@ -159,13 +284,13 @@ def test_a_restart_goes_on_bit_for_bit(case: str, settings: dict[str, Any]) -> N
     run: jobs.Run | ds_jobs.Run
     if framework == "megatron":
         ranks, stop = found.ranks, found.stop
-        train = functools.partial(fused.train, setup=fused.Setup(LIBRARIES[library], found.optimizer))
+        train = functools.partial(train_megatron, setup=Setup(LIBRARIES[library], found.optimizer))
         run = jobs.Run(found.argv, 6, settings)
     elif framework == "deepspeed":
-        train = functools.partial(fused.train_with_deepspeed, library=LIBRARIES[library], options={})
+        train = functools.partial(train_with_deepspeed, library=LIBRARIES[library], options={})
         run, ranks = ds_jobs.Run(found, 6, settings), found.ranks
     else:
-        train = functools.partial(fused.train_plain, library=LIBRARIES[library], options=found[1])
+        train = functools.partial(train_plain, library=LIBRARIES[library], options=found[1])
         run, ranks = jobs.Run(found[0], 6, settings), 2
 
     def outcomes(run: Any) -> list[jobs.Outcome]:

@@ -1,8 +1,4 @@
-"""Experts in Transformer Engine's ``GroupedLinear`` under real Megatron-core: each has parameters of its own.
-
-By default over the stand-in; ``bash tests/probe/run.sh grouped-experts DIR`` runs the same with the real Python of a
-checkout, over kernels in torch.
-"""
+"""Experts in Transformer Engine's ``GroupedLinear``, a stand-in, under real Megatron-core: one parameter for each."""
 
 from __future__ import annotations
 
@@ -14,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from tests.support import fused, jobs
+from tests.support import jobs, te
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
 
 EXPERTS = ["--num-experts", "4", "--swiglu", "--dropout", "0"]
-LIBRARY = fused.libraries()[0]
 
 
-def prepare(library: fused.Library) -> Any:
-    """``train_gpt`` with grouped experts; all else is Megatron's own, which trains without a GPU."""
-    train_gpt = fused.prepare(fused.Setup(library, experts=True))
+def prepare() -> None:
+    """Build ``train_gpt`` with grouped experts; all else is Megatron's own, which trains without a GPU."""
+    te.install(te.RELEASES[-1])
+    import train_gpt
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
     make_model, make_spec = train_gpt.transformer_config, train_gpt.block_spec
@@ -42,11 +38,10 @@ def prepare(library: fused.Library) -> Any:
         return spec
 
     train_gpt.transformer_config, train_gpt.block_spec = configured, specified
-    return train_gpt
 
 
-def train(rank: int, world_size: int, run: jobs.Run, library: fused.Library) -> jobs.Outcome:
-    prepare(library)
+def train(rank: int, world_size: int, run: jobs.Run) -> jobs.Outcome:
+    prepare()
     return jobs.train(rank, world_size, run)
 
 
@@ -55,7 +50,7 @@ def test_a_restart_goes_on_bit_for_bit(settings: dict[str, Any]) -> None:
     run = jobs.Run([*EXPERTS, "--ep", "2"], 6, settings)
 
     def outcomes(run: jobs.Run) -> list[jobs.Outcome]:
-        return [found.value for found in run_ranks(train, 2, run, LIBRARY, timeout_secs=200.0)]
+        return [found.value for found in run_ranks(train, 2, run, timeout_secs=200.0)]
 
     whole = outcomes(replace(run, settings=None))
     assert any("linear_fc1.weight1" in name for name in whole[0].hashes)
@@ -65,8 +60,8 @@ def test_a_restart_goes_on_bit_for_bit(settings: dict[str, Any]) -> None:
 
 
 def experts(rank: int, world_size: int, run: jobs.Run) -> dict[Any, str]:
-    """A digest of all that is kept of each expert, by its name and place, when ``run`` has restored and trained."""
-    train(rank, world_size, run, LIBRARY)
+    """A digest of all state of each expert, by its name and place, after ``run`` has restored and trained."""
+    train(rank, world_size, run)
     pieces = sys.modules["ftckpt.megatron"].door.state.describe().stepped
     return {
         (piece.fragment.key, piece.fragment.box.offset): hashlib.sha256(piece.tensor.float().numpy()).hexdigest()

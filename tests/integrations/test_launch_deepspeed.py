@@ -1,4 +1,4 @@
-"""DeepSpeed's own launcher in the loop of launch/deepspeed.sh: what dies, and what must not be left behind."""
+"""DeepSpeed's own launcher in the loop of launch/deepspeed.sh: ranks die, and no process may be left."""
 
 from __future__ import annotations
 

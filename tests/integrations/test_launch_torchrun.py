@@ -1,4 +1,4 @@
-"""The launch scripts with real ranks: a rank dies, and the job goes on from memory to the same losses."""
+"""The launch scripts with real ranks: a rank dies, and the job resumes from memory to the same losses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_torchrun_on_two_nodes(launched: Launched) -> None:
 def test_a_pod_that_is_deleted_goes_on_from_storage_in_another_place(
     launched: Launched, arena_root: Path, tmp_path: Path
 ) -> None:
-    """The first process of the pod is told to end, no other, and its memory goes with it."""
+    """The first process of the pod gets SIGTERM, no other, and its memory goes with it."""
     (storage := tmp_path / "storage").mkdir()
     job = f"test-{uuid.uuid4().hex[:8]}"
     options = ["--job", job, "--nproc", "2", *launched.training, "--ftckpt-persist", str(storage)]
@@ -76,7 +76,7 @@ def test_a_pod_that_is_deleted_goes_on_from_storage_in_another_place(
 
 @pytest.mark.slow
 def test_a_frontier_step_that_failed(launched: Launched, tmp_path: Path) -> None:
-    """As Slurm runs it, but that all tasks are on this machine: a second step of the same allocation goes on."""
+    """Slurm's steps, with all tasks on this machine: a second step of the same allocation resumes."""
     standins = Standins(tmp_path / "slurm", ("srun", "scontrol"))
     standins.run_tasks()
     allocation, user = f"{uuid.uuid4().int % 10**9}", f"test-{os.getpid()}"

@@ -42,7 +42,7 @@ def attempt(
     rank: int, world_size: int, fault: tuple[str, int] | None, arguments: dict[str, Any], section: dict[str, Any],
     *, loop: Callable[[Any, Namespace], None] | None = None,
 ) -> tuple[list[Any], int | None, str]:  # fmt: skip
-    """What one life of a job logs, what it had when it was set up, and how it ended."""
+    """The log of one attempt of a job, its state after the set-up, and its end."""
     from tests.support.standin import deepspeed as standin
 
     standin.install()
@@ -120,7 +120,7 @@ CASES = {
 
 
 class Job:
-    """Lives of one job, and of others beside it; ``{}`` in arguments is a folder."""
+    """Attempts of one job, and of others next to it; ``{}`` in arguments is a folder."""
 
     def __init__(self, arena: Path, folder: Path, case: Case) -> None:
         arena.mkdir()
@@ -128,7 +128,7 @@ class Job:
         self._section = {"job": "job", "node": "node", "arena": str(arena), "protect": "none", **case.settings}
 
     def live(self, name: str, fault: tuple[str, int] | None, more: Mapping[str, Any]) -> Any:
-        """What ``attempt`` gives: under ftckpt where ``name`` is ``disturbed``."""
+        """Runs ``attempt``, under ftckpt where ``name`` is ``disturbed``."""
         arguments = {
             key: value.format(self._folder / name) if isinstance(value, str) else value
             for key, value in {**self._arguments, **more}.items()

@@ -1,4 +1,4 @@
-"""What Megatron ranks say of their state is the same in every layout: keys, shapes, and which element is which.
+"""The description of Megatron ranks' state is the same in every layout: keys, shapes, and the place of each element.
 
 Each model is built in many layouts and filled by a function of key and place. That a place means the same in all of
 them is shown by the losses, which must be those of one rank alone, token by token.
@@ -67,7 +67,7 @@ LAYOUTS: list[tuple[int, dict[str, int], tuple[str, ...], tuple[str, ...]]] = [
 
 @dataclass(frozen=True)
 class RankDescription:
-    """What one rank says: its fragments, padded keys, and the losses of tokens (none before the last stage)."""
+    """The description by one rank: fragments, padded keys, and losses of tokens (none before the last stage)."""
 
     fragments: list[Fragment]
     padded: frozenset[str]
@@ -97,7 +97,7 @@ def _describe(model: Model, layout: Mapping[str, int]) -> RankDescription:
 
 
 def described(world_size: int, cases: list[Case]) -> dict[str, list[RankDescription]]:
-    """By case, what each rank says."""
+    """The description by each rank, by case."""
     results = run_ranks(describe_all, world_size, cases, timeout_secs=60.0 + 10.0 * len(cases))
     return {name: [result.value[index] for result in results] for index, (name, _, _) in enumerate(cases)}
 
@@ -128,7 +128,7 @@ def _text(layout: Mapping[str, int]) -> str:
 
 
 def shapes(ranks: list[RankDescription]) -> dict[str, tuple[int, ...]]:
-    """Of every logical tensor; fails where two ranks disagree."""
+    """The shape of every logical tensor; fails where two ranks disagree."""
     found: dict[str, tuple[int, ...]] = {}
     for fragment in (fragment for rank in ranks for fragment in rank.fragments):
         if not fragment.key.startswith("local/"):

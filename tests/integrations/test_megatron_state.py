@@ -1,4 +1,4 @@
-"""What a Megatron rank says of its state is true: geometry, classes, derived weights, shares."""
+"""A Megatron rank's description of its state is right: geometry, classes, derived weights, shares."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ EXPERTS = ["--num-experts", "4", "--layers", "4"]
 
 
 def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) -> bytes:
-    """What a rank saves after some iterations."""
+    """The objects that a rank saves after some iterations."""
     import train_gpt
 
     job, state = jobs.built(*argv)
@@ -64,7 +64,7 @@ def objects_after(rank: int, world_size: int, argv: list[str], iterations: int) 
 
 
 def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -> dict[str, Any]:
-    """What a rank of another layout has taken from these; generators are compared by the table of reshapes."""
+    """The objects of a rank of another layout after it has loaded these, except generators."""
     from ftckpt.megatron.optimizers import leaf_optimizers
 
     job, state = jobs.built(*argv)
@@ -84,7 +84,7 @@ def reshaped(rank: int, world_size: int, argv: list[str], source: list[bytes]) -
 
 
 def saved(world_size: int, argv: list[str], iterations: int) -> tuple[list[bytes], list[dict[str, Any]]]:
-    """What each rank saves, encoded and not."""
+    """The objects that each rank saves, encoded and not."""
     encoded = [result.value for result in run_ranks(objects_after, world_size, argv, iterations)]
     return encoded, [objects.decode(of_rank) for of_rank in encoded]
 

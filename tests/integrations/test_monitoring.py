@@ -133,12 +133,12 @@ def test_prometheus_has_nothing_to_say_of_what_an_smp_serves(arena_root: Path) -
     with site_at(arena_root) as site:
         client = site.start()
         client.configure(site.description(metrics_port="auto"))
-        with urllib.request.urlopen(client.hello()["metrics"], timeout=10) as reply:
+        with urllib.request.urlopen(client.status()["metrics"], timeout=10) as reply:
             promtool("check", "metrics", text=reply.read().decode())
 
 
 def test_the_dashboard_survives_the_types_of_grafana() -> None:
-    """Of a field that Grafana does not know nothing would be left."""
+    """A field that Grafana does not know would be dropped."""
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models.dashboard import Dashboard
 

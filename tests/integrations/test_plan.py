@@ -1,7 +1,7 @@
-"""What ``ftckpt plan`` says of a job is what that job's own start says: bytes of each rank, replica sets, losses.
+"""``ftckpt plan`` agrees with the start of the same job: bytes of each rank, replica sets, losses.
 
 Small jobs of each way to divide state start for real, on nodes that are only names: their manifests, and the table of
-their log, against the plan of a job of that size. The tolerances are what the plan says that it does not count apart.
+their log, against the plan of a job of that size. The tolerances are those that the plan documents.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
 
 WIDE = ["--hidden", "64"]
 TOLERANCE = 0.03
-"""Of the bytes of a rank: layernorms that tensor-parallel ranks share, rows of a tensor that divide unevenly."""
+"""Share of a rank's bytes: layernorms that tensor-parallel ranks share, rows of a tensor that divide unevenly."""
 LARGE = 0.1
-"""Of all state: replica sets that a plan must have. Others are layernorms, and numbers."""
+"""Share of all state: replica sets that a plan must have. Others are layernorms, and numbers."""
 NUMBERS = 4096
 """Bytes: counts of steps."""
 HEADERS = {"slots": 6, "in_slots": 1, "parity": 1, "packages": 12, "sum": 19, "node": 2, "job": 4}
@@ -82,8 +82,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class Started:
-    """What one rank holds, and what the start has told. ``sections``: kind, group and bytes. ``numels``: of each
-    parameter of which it has a moment, all of its elements."""
+    """The shard of one rank, and the report of the start. ``sections``: kind, group and bytes. ``numels``: the
+    elements of each parameter that it has moments of."""
 
     shard: str
     modes: tuple[str, ...]
@@ -105,7 +105,7 @@ def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> S
 
 
 def _script(case: Case, config: Any) -> Any:
-    """The checkpointer of an example job that its door has started."""
+    """The checkpointer of an example job that its integration has started."""
     if case.framework == "deepspeed":
         from tests.support.adapters import DeepSpeedJob
 
@@ -177,7 +177,7 @@ def held(sections: Iterable[tuple[str, str, int]], *kinds: str) -> int:
 
 
 def replica_sets(ranks: Sequence[Started]) -> dict[tuple[int, ...], int]:
-    """Ranks → bytes, of what the second half of a group's name tells apart."""
+    """Ranks → bytes, by the second half of a group's name."""
     members: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, started in enumerate(ranks):
         for kind, group, nbytes in started.sections:

@@ -1,5 +1,4 @@
-"""Jobs of two pods that follow the manifests: containers and pods die, and are deleted; memory and storage bring the
-job back."""
+"""Jobs of two pods by the manifests: containers and pods die or are deleted; the job restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import yaml
 
 from ftckpt.cli.main import main
 from ftckpt.memory.directory import SMP_LOCK_NAME
-from tests.support.pod_lab import Cluster, Pod, Provided, python_image
+from tests.integrations.pod_lab import Cluster, Pod, Provided, python_image
 from tests.support.processes import command_line, running
 from tests.support.repository import ROOT
 from tests.support.waiting import until
@@ -37,15 +36,15 @@ MODEL = [
     "/checkpoints/log.jsonl",
 ]
 FLAGS = ["--ftckpt-interval", "1", "--ftckpt-persist-interval", "1000000"]
-"""Only the end of a pod brings anything to storage."""
+"""Only the end of a pod flushes anything."""
 LAG = 10
 """Iterations without a snapshot: on a busy machine some are skipped while the SMPs protect an earlier one."""
 SETTLED = 100
-"""Iterations, of some hundredths of a second, behind a restart, by which the SMPs of all nodes have heard of it."""
+"""Iterations, of some hundredths of a second, after a restart, by which the SMPs of all nodes know of it."""
 
 
 class Job:
-    """What a manifest makes, with a model that trains on two cores."""
+    """The job of a manifest, with a model that trains on two cores."""
 
     def __init__(self, cluster: Cluster, kind: str, *, shares_pids: bool = True, iterations: int = 1_000_000) -> None:
         self.cluster, self.kind, self.stored = cluster, kind, cluster.provided.claims["checkpoints"] / "run1"
@@ -93,7 +92,7 @@ class Job:
         return f"{[pod.problem for pod in self.pods]}{self.cluster.logs()}"
 
     def says(self, text: str) -> re.Match[str]:
-        """What the trainers' containers have written since the last call that matches, which one does soon."""
+        """Waits for a match in the new output of the trainers' containers since the last call."""
         found: list[re.Match[str]] = []
 
         def look() -> bool:

@@ -1,4 +1,4 @@
-"""The report of events that real ranks left: two attempts, of which the first dies."""
+"""The report of events that real ranks left: two attempts; the first dies."""
 
 from __future__ import annotations
 

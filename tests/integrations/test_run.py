@@ -38,7 +38,7 @@ if attempt == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 """
-"""Rank 1 is killed in the first attempt, once the test says so."""
+"""Rank 1 is killed in the first attempt, when the test requests it."""
 TWO = ("--nproc-per-node", "2", "--max-restarts", "1")
 
 OF_ONE_RUN = (
@@ -49,7 +49,7 @@ OF_ONE_RUN = (
 
 
 def comparable(report: dict[str, Any], here: Path, *leave_out: str) -> dict[str, Any]:
-    """What two runs of one job have alike."""
+    """The facts that are equal in two runs of one job."""
     env = {name: value for name, value in report["env"].items() if name not in (*OF_ONE_RUN, *leave_out)}
     facts = {**report, "env": env}
     for name in ("random", "pid", "modules", "is_forked", *leave_out):
@@ -446,7 +446,7 @@ def test_a_standby_is_forked_from_what_the_others_have_imported_before_heartbeat
 
 
 def test_a_module_that_the_script_finds_elsewhere_is_not_preloaded_from_here(tmp_path: Path) -> None:
-    """A finder of the script's own, of which the server knows nothing."""
+    """A finder of the script's own that the server does not have."""
     here = tmp_path / "job"
     site_packages(here, moved="value = 1")
     site_packages(here / "other", moved="value = 2")

@@ -1,4 +1,4 @@
-"""The batch scripts on real Slurm daemons: two nodes with memories of their own. A job's whole life, and its ends."""
+"""The batch scripts on real Slurm daemons: two nodes with memories of their own. A job's life, and its ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integrations.slurm_lab import GRACE_SECS, NODES, SlurmJob, SlurmLab
 from tests.support.repository import ROOT
-from tests.support.slurm_lab import GRACE_SECS, NODES, SlurmJob, SlurmLab
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.slow]
@@ -65,7 +65,7 @@ def test_a_whole_life(lab: SlurmLab) -> None:
 
 
 def test_frontier(lab: SlurmLab) -> None:
-    """A rank is killed, the job is requeued, and ends when it is told to."""
+    """A rank is killed, the job is requeued, and ends on request."""
     job = SlurmJob(lab, "frontier.sbatch")
     job.says(r"4 ranks: nothing to restore")
     job.trains_beyond(10)
@@ -93,7 +93,7 @@ def test_frontier(lab: SlurmLab) -> None:
 
 
 def test_a_requeued_job_without_storage(lab: SlurmLab) -> None:
-    """It goes on from the memory of the nodes to which it comes back."""
+    """It resumes from the memory of the nodes to which it returns."""
     job = SlurmJob(lab, persists=False)
     job.trains_beyond(10)
     lab.call("scontrol", "requeue", job.number)
@@ -105,7 +105,7 @@ def test_a_requeued_job_without_storage(lab: SlurmLab) -> None:
 
 
 def test_the_notice_of_the_time_limit(lab: SlurmLab) -> None:
-    """The script's own --signal: storage has the snapshot before the limit comes, and the next job goes on."""
+    """The script's own --signal: storage has the snapshot before the limit, and the next job resumes."""
     job = SlurmJob(lab, options=["--time=3"])
     after = SlurmJob(lab, options=[f"--dependency=afternotok:{job.number}", "--time=30"])
     limit = job.runs() + 180
@@ -136,7 +136,7 @@ def test_a_time_limit_without_notice(lab: SlurmLab) -> None:
 
 @pytest.mark.parametrize("script", BATCH)
 def test_another_job_takes_the_nodes(lab: SlurmLab, script: str) -> None:
-    """The steps are told, GraceTime before the end: all is saved and the nodes are free when it is not half over."""
+    """The steps get the notice GraceTime before the end: all is saved before half of it is over."""
     job = SlurmJob(lab, script)
     job.trains_beyond(10)
     done = lab.root / "done"

@@ -1,4 +1,4 @@
-"""Metrics as Prometheus gets them from a real SMP: served on request, or written to a file, gone with it."""
+"""Metrics as Prometheus gets them from a real SMP: served on request, or in a file that is removed with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.multiproc
 
 Samples = dict[tuple[str, str], float]
-"""By name and, where it has one, the value of the label beside training_job and node."""
+"""The samples by name and, where there is one, the value of the label other than training_job and node."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def scraped(url: str) -> Samples:
 def test_who_asks_gets_what_is_so_at_that_moment(site: SmpSite) -> None:
     client = site.start()
     client.configure(site.description(metrics_port="auto"))
-    url = client.hello()["metrics"]
+    url = client.status()["metrics"]
     assert url.startswith("http://127.0.0.1:")
     pulse = Heartbeat.open(site.node_dir, 1, rank=5)
     for iteration in (7, 8):
@@ -66,7 +66,7 @@ def test_who_asks_gets_what_is_so_at_that_moment(site: SmpSite) -> None:
     assert 0 <= found[full_name("rank_silent_seconds"), "5"] < 10
     assert (full_name("whole_iteration"), "") not in found, "there is none"
     client.configure(site.description())
-    assert not client.hello()["metrics"]
+    assert not client.status()["metrics"]
     with pytest.raises(OSError):
         scraped(url)
 
@@ -78,10 +78,10 @@ def test_a_port_that_is_taken_is_tried_again_and_loud_events_are_counted(site: S
         other.listen()
         port = other.getsockname()[1]
         client.configure(site.description(metrics_port=port))
-        assert client.hello()["metrics"] == ""
-    assert f"--ftckpt-metrics-port: {port} cannot be served" in site.log and "ftckpt ls" in site.log
-    until(lambda: bool(client.hello()["metrics"]), secs=40)
-    found = scraped(client.hello()["metrics"])
+        assert client.status()["metrics"] == ""
+    assert f"--ftckpt-metrics-port: {port} cannot be served" in site.log and "ftckpt jobs" in site.log
+    until(lambda: bool(client.status()["metrics"]), secs=40)
+    found = scraped(client.status()["metrics"])
     assert found[full_name("warnings"), "smp_error"] == 1
     assert found[full_name("warnings"), "corrupt"] == 0, "an alarm is on the increase"
     assert site.log.count("cannot be served") == 1
@@ -114,7 +114,7 @@ def test_a_directory_that_cannot_be_written_is_told_once_and_ends_nothing(site: 
     (tmp_path / "file").write_text("")
     client = site.start()
     client.configure(site.description(metrics_dir=str(tmp_path / "file")))
-    assert client.hello()["job"] == JOB
+    assert client.status()["job"] == JOB
     client.configure(site.description(metrics_dir=str(tmp_path / "file")))
     assert site.log.count("cannot be written") == 1
     client.end()

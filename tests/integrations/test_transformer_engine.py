@@ -98,7 +98,7 @@ def test_replicas_share_scales(settings: dict[str, Any]) -> None:
 
 
 def scales(rank: int, world_size: int, setup: Setup, run: jobs.Run) -> dict[str, Any]:
-    """Of each module, as they are when ``run`` has restored and trained, by a name that no layout changes."""
+    """The scales of each module after ``run`` has restored and trained, by a name that no layout changes."""
     train(rank, world_size, run, setup)
     door, fp8 = sys.modules["ftckpt.megatron"].door, sys.modules["ftckpt.megatron.fp8"]
     unpacked = fp8._unpacked(door.state._scaling.save())
@@ -175,7 +175,7 @@ def described(rank: int, world_size: int, setup: Setup, more: dict[str, Any], fu
 
 
 def test_scales_that_no_setting_speaks_of_are_refused_when_they_come(settings: dict[str, Any]) -> None:
-    """A script that casts by itself: what it has could not be brought back."""
+    """A script that casts by itself: its scales could not be restored."""
     run = jobs.Run([], 5, settings, end="keep")
     run_ranks(cast_by_hand, 1, Setup(), run, timeout_secs=200.0)
     errors = jobs.events(settings, "snapshot_error")

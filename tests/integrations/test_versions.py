@@ -121,7 +121,7 @@ def test_a_build_or_a_commit_in_the_version_is_no_other_release() -> None:
 
 
 class Shape:
-    """Of a framework."""
+    """An object of a framework, whose names and signatures are checked."""
 
     count = 3
 

@@ -1,4 +1,4 @@
-"""Each release that counts as tested, installed beside this environment's, goes through the conformance suite.
+"""Each tested release, installed next to this environment's, passes the conformance suite.
 
     python -m pytest -m slow -k versions
 
@@ -43,7 +43,7 @@ ENVIRONMENTS = (
     ("3.12", "2.11.0"), ("3.10", "2.12.1"), ("3.10", "2.13.0"), ("3.12", "2.13.0"), ("3.13", "2.13.0"),
     ("3.11", "2.14.1"),
 )  # fmt: skip
-"""Python and torch, beside those of this environment, which CI runs."""
+"""Python and torch, other than those of this environment, which CI runs."""
 FSDP2_ON_GPUS_ALONE = ("2.6.0",)
 """There plain torch goes through the suite under DDP."""
 ENVIRONMENT_MARKS = "<!-- environments -->\n", "<!-- end of environments -->\n"
@@ -63,7 +63,7 @@ def num_passed(printed: str) -> int:
 
 
 def table() -> str:
-    """Of all that counts as tested."""
+    """The table of all tested releases."""
     lines = ["| framework | releases that passed the conformance suite | with |", "|---|---|---|"]
     beside = f"torch {version('torch').partition('+')[0]}, Python {sys.version_info[0]}.{sys.version_info[1]}"
     for program, releases in TESTED.items():
@@ -73,7 +73,7 @@ def table() -> str:
 
 
 def ran_with(torch: str) -> str:
-    """What environments have beside torch, and what could not run there."""
+    """The packages of environments besides torch, and the tests that cannot run there."""
     named = (ROOT / "launch/constraints.txt").read_text().replace("==", " ").split("\n")
     instead = ["DDP, since torch 2.6 has FSDP2 on GPUs alone"] if torch in FSDP2_ON_GPUS_ALONE else []
     return ", ".join([*filter(None, named), *instead])
@@ -89,15 +89,15 @@ def environments(those: Iterable[tuple[str, str]]) -> str:
 
 
 def between(marks: tuple[str, str]) -> str:
-    """What the README has there."""
-    return (ROOT / "README.md").read_text().partition(marks[0])[2].partition(marks[1])[0]
+    """The text of the page between two marks."""
+    return (ROOT / "launch/README.md").read_text().partition(marks[0])[2].partition(marks[1])[0]
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_page_has_the_table() -> None:
     assert between(MARKS) == table()
 
 
-def test_the_readme_has_the_environments() -> None:
+def test_the_page_has_the_environments() -> None:
     assert between(ENVIRONMENT_MARKS) == environments(ENVIRONMENTS)
 
 
@@ -173,7 +173,7 @@ def prepared(python: str, torch: str, folder: Path) -> Path:
 
 
 def chosen(torch: str) -> list[str]:
-    """What pytest is told to take of the suite."""
+    """The selection of the suite for pytest."""
     if torch in FSDP2_ON_GPUS_ALONE:
         return ["-k", "tp2pp2 or pp2dp2 or zero3 and not four or plain-ddp and not fp16"]
     return ["-m", "not slow"]

@@ -88,7 +88,7 @@ class Trial:
 
 
 def red_without(mutants: Sequence[Mutant], trial: Trial, jobs: int) -> dict[str, str]:
-    """Tests that fail in an unbroken copy, or select nothing: what they say of mutants means nothing."""
+    """Tests that fail in an unbroken copy, or select nothing: their results on mutants mean nothing."""
     selections = list(dict.fromkeys(mutant.test for mutant in mutants))
     passed, output = run_tests(trial.tree(), selections, "-n", str(jobs), "--dist", "loadfile")
     if passed:

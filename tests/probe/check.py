@@ -27,7 +27,7 @@ _CONVERT_SECS = 300.0
 
 @dataclass
 class Outcome:
-    """What a scene came to: a table's row."""
+    """The result of a scene: a row of the table."""
 
     name: str
     what: str
@@ -62,7 +62,7 @@ class Check:
         return outcome
 
     def _restart(self, name: str, scene: Scene, outcome: Outcome) -> None:
-        """The disturbed run goes on, and is compared with the undisturbed one."""
+        """Resumes the disturbed run and compares it with the undisturbed one."""
         reference = self._reference(name, scene)
         with self._disturbed(name, scene) as (run, _):
             outcome.restored = restored(run)
@@ -80,7 +80,7 @@ class Check:
             outcome.problem = f"restored from {outcome.restored[-1]}, not from {scene.source}"
 
     def _convert(self, name: str, scene: Scene, outcome: Outcome) -> None:
-        """What is left of the disturbed run is converted and loaded; so is what the undisturbed one saved."""
+        """Converts and loads the memory of the disturbed run and a checkpoint of the undisturbed one."""
         reference = self._reference(name, replace(scene, flags=f"{scene.flags} {SAVED}"))
         expected, counts, problems = rows(reference), [], []
         with self._disturbed(name, scene) as (_, job):
@@ -150,7 +150,7 @@ class Check:
 
 
 def converted(job: str, reference: Run, folder: Path) -> Iterator[tuple[str, Path]]:
-    """What Megatron-LM shall load: what it is, and the directory for ``--load``.
+    """Checkpoints for Megatron-LM: a name, and the directory for ``--load``.
 
     The newest snapshot of ``job``, and the oldest checkpoint of ``reference``, that one by way of the universal form.
 

@@ -1,4 +1,4 @@
-"""What runs of a probe logged, compared: to the last digit, or within rounding."""
+"""Compares the logs of a probe's runs: to the last digit, or within rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import inf, isfinite
 
 Lines = dict[str, set[str]]
-"""What was logged, without times: by ``iteration 3/ 9`` or the like, every line there was about it."""
+"""A log without times: by ``iteration 3/ 9`` or the like, every line about it."""
 
 _ROUNDED = {
     "lm loss": 1.0,
@@ -33,14 +33,14 @@ def iteration_of(key: str) -> int:
 
 
 def after(lines: Lines, iteration: int) -> Lines:
-    """What was logged of later iterations."""
+    """The lines of later iterations."""
     return {key: set(rows) for key, rows in lines.items() if iteration_of(key) > iteration}
 
 
 def resumed(lines: Lines, iteration: int) -> Lines:
-    """What Megatron-LM logs by itself where it begins after ``iteration``, if it logs each iteration.
+    """The lines that Megatron-LM logs where it starts after ``iteration``, if it logs each iteration.
 
-    It logs the first one and goes on summing: the loss that it tells of the second is the mean of both.
+    It logs the first one and continues the sum: the loss that it logs for the second is the mean of both.
     """
     later = after(lines, iteration)
     trained = {iteration_of(key): key for key in later if key.startswith("iteration")}
@@ -51,7 +51,7 @@ def resumed(lines: Lines, iteration: int) -> Lines:
 
 
 def _means(first: str, second: str) -> Iterator[str]:
-    """The second line with the mean of both losses, which the logged digits tell up to one in the last."""
+    """The second line with the mean of both losses, which the logged digits determine up to one in the last."""
     first_loss, second_loss = _LOSS.search(first), _LOSS.search(second)
     if first_loss is None or second_loss is None:
         return
@@ -67,7 +67,7 @@ def join(lines: Lines, more: Lines) -> None:
 
 
 def compare(expected: Lines, actual: Lines, rounding: float = 0.0) -> tuple[int, list[str]]:
-    """The number of iterations or evaluations of which only what is expected was logged, and all other lines.
+    """The number of iterations or evaluations with only expected lines, and all other lines.
 
     ``rounding``: by how much losses may differ, as a part of their size, and norms in proportion; all else is equal.
     """

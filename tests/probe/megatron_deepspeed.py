@@ -3,7 +3,7 @@ ranks killed, and compares what both log: losses, learning rates, gradient norms
 scales, validation losses. Everything but times must be equal, and losses, rates and norms of each iteration to the
 last bit.
 
-ftckpt is switched on in DeepSpeed's JSON. Where a checkpoint on storage is newer than memory, the script goes on from
+ftckpt is switched on in DeepSpeed's JSON. Where a checkpoint on storage is newer than memory, the script resumes from
 it: then the lines must be those of a run without ftckpt that begins at the same checkpoint.
 
 What the script needs to train without a GPU is in tests/probe/standin/sitecustomize.py; both runs have it.
@@ -148,7 +148,7 @@ def _make_data(checkout: Path, cache: Path) -> None:
 
 
 def _switched_on(folder: Path, scene: Scene, flags: Sequence[str]) -> list[str]:
-    """The JSON says whether ftckpt is on; its other settings join it as flags."""
+    """The JSON switches ftckpt on; its other settings are flags."""
     section = {"ftckpt": {"enabled": True}} if "--ftckpt" in flags else {}
     path = folder / "ds.json"
     path.write_text(json.dumps({**scene.deepspeed, **section}, indent=2))

@@ -1,4 +1,4 @@
-"""What the probe must know of a program: how its pretrain_gpt.py is started, and what it logs and saves."""
+"""The description of a program: how its pretrain_gpt.py is started, and what it logs and saves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Program:
     """A program and its scenes.
 
     ``about`` is the help text. ``runner`` is ftckpt's; ``common`` are flags of all scenes, and ``path`` goes in front
-    of PYTHONPATH. Of logs ``row`` is found in the lines that are compared, ``times`` in what is not, and ``end`` in
-    the last line. ``checkpoint`` is the name of one of an iteration, and ``newest`` the file that names the one to
-    load, with what it says.
+    of PYTHONPATH. In logs ``row`` matches the lines that are compared, ``times`` their parts that are not, and
+    ``end`` the last line. ``checkpoint`` is the name of a checkpoint by its iteration, and ``newest`` the file that
+    names the one to load, with its contents.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Program:
     switched_on: Callable[[Path, Scene, Sequence[str]], Sequence[str]] = lambda folder, scene, flags: flags
     """The flags of a run in this folder as the program is given them; ``--ftckpt`` is among those under ftckpt."""
     after: Callable[[Lines, int], Lines] = resumed
-    """What the program logs by itself where it begins after an iteration, of what was logged of all."""
+    """The lines that the program logs where it starts after an iteration, given the lines of all."""
     make_data: Callable[[Path, Path], None] = lambda checkout, cache: None
     """Make the data once, given the checkout and the folder."""
     env: Mapping[str, str] = field(default_factory=dict)

@@ -5,15 +5,13 @@
 #   bash tests/probe/run.sh megatron-lm DIR [--scene NAME|all] [--ranks N] [--keep FOLDER] [pretrain_gpt.py flags...]
 #   bash tests/probe/run.sh megatron-deepspeed DIR [the same]
 #   bash tests/probe/run.sh megatron-lm DIR --launcher ftckpt --scene gpt --train-iters 100
-#   bash tests/probe/run.sh patches DIR [pretrain_gpt.py flags...]
-#   bash tests/probe/run.sh fused-adam|grouped-experts DIR [pytest's arguments...]
+#   bash tests/probe/run.sh fused-adam DIR [pytest's arguments...]
 #
 # DIR is a checkout: for megatron-lm core_v0.16.1 of Megatron-LM, whose scenes are in tests/probe/scenes.py; for
 # megatron-deepspeed 4efb479d of Megatron-DeepSpeed, with those in tests/probe/megatron_deepspeed.py (try --help in
 # place of DIR). --launcher ftckpt starts runs by ftckpt run: kills wait until it can restart ranks without imports, which
-# takes iterations. For patches any release of Megatron-LM that has one (patches/apply.sh --list), see
-# tests/probe/patches.sh. The last two run tests of tests/integrations with the real Python of a library, over kernels in
-# torch: for fused-adam of Transformer Engine from 2.1 on or of Apex from 23.05 on, for grouped-experts of the former.
+# takes iterations. For fused-adam Transformer Engine from 2.1 or Apex from 23.05: tests/integrations/test_fused_adam.py
+# with the real Python of its optimizer, over kernels in torch.
 
 set -euo pipefail
 NAME=probe
@@ -22,25 +20,22 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../../launch/environment.sh"
 
 probe=${1:-}
 case $probe in
-megatron-lm | megatron-deepspeed | patches | fused-adam | grouped-experts) shift ;;
-*) fail "usage: $0 megatron-lm|megatron-deepspeed|patches|fused-adam|grouped-experts DIR [flags]" ;;
+megatron-lm | megatron-deepspeed | fused-adam) shift ;;
+*) fail "usage: $0 megatron-lm|megatron-deepspeed|fused-adam DIR [flags]" ;;
 esac
-if [ "$probe" = fused-adam ] || [ "$probe" = grouped-experts ]; then
+if [ "$probe" = fused-adam ]; then
     [ -d "${1:-}" ] || fail "usage: $0 $probe DIR [pytest's arguments]; DIR holds a checkout"
     FTCKPT_TEST_CHECKOUT=$(cd "$1" && pwd)
     export FTCKPT_TEST_CHECKOUT
     shift
     prepare "$ALL_EXTRAS"
     cd "$ROOT"
-    exec "$PYTHON" -m pytest -m "" "tests/integrations/test_${probe/-/_}.py" "$@"
+    exec "$PYTHON" -m pytest -m "" tests/integrations/test_fused_adam.py "$@"
 fi
 case "${1:-}" in
 -h | --help) ;;
 *) [ -f "${1:-}/pretrain_gpt.py" ] || fail "usage: $0 $probe DIR [flags]; DIR holds a checkout" ;;
 esac
-if [ "$probe" = patches ]; then
-    exec bash "$ROOT/tests/probe/patches.sh" "$@"
-fi
 prepare "$ALL_EXTRAS"
 if [ -d "$1" ]; then
     pip_install six regex pybind11

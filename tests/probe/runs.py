@@ -33,8 +33,7 @@ _LOADED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)
 
 @dataclass
 class Run:
-    """One training run: its folder, and on how many ranks it was launched each time (restarts by its agent are not
-    told apart)."""
+    """One training run: its folder, and the number of ranks of each launch (not of each restart by its agent)."""
 
     folder: Path
     program: Program
@@ -45,7 +44,7 @@ class Run:
 
     @property
     def agent_log(self) -> Path:
-        """Of the latest launch."""
+        """The launcher's log of the latest launch."""
         return self.folder / f"launch{len(self.launches) - 1}" / "agent.log"
 
     @property
@@ -181,7 +180,7 @@ def _lose(job: str, what: str) -> None:
 
 
 def _reason(run: Run) -> str:
-    """The first error that a rank told."""
+    """The first error that a rank reported."""
     for rank in range(max(run.launches)):
         for path in reversed(run.logs(rank, "stderr")):
             found = re.findall(
@@ -212,13 +211,13 @@ def loaded(run: Run) -> list[list[int]]:
 
 
 def layouts(run: Run) -> list[str]:
-    """For each life the layout in which the program says it trained, as ``tp2pp1dp1``."""
+    """The layout of each attempt, as the program logs it, such as ``tp2pp1dp1``."""
     logs = [path.read_text(errors="replace") for path in run.logs(0, "stdout")]
     return ["".join("tp{1}pp{2}dp{0}".format(*sizes) for sizes in _LAYOUT.findall(log)[:1]) for log in logs]
 
 
 def restored(run: Run) -> list[str]:
-    """Where each life but the first began, and the layout where it is another: ``memory 6``, or ``storage 3``, or
+    """The start of each attempt but the first, and its layout where it is another: ``memory 6``, or ``storage 3``, or
     ``node_parity 5`` where shards were rebuilt."""
     found = []
     storage, trained = loaded(run), layouts(run)

@@ -25,7 +25,7 @@ RAMP_UP = (
 
 BF16 = "--bf16"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-"""Where the layout changes: masks belong to one."""
+"""For changes of the layout: dropout masks belong to one layout."""
 SHARDED = "--use-distributed-optimizer"
 LLAMA = (
     "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear "
@@ -44,9 +44,9 @@ class Kill:
     """SIGKILL as soon as the last rank begins a snapshot of iteration ``after`` or a later one, or, ``on`` a
     ``checkpoint``, as soon as storage has one of that iteration.
 
-    ``who``: ``one`` (the last rank), ``all`` ranks, or the whole ``job``, its agent included; a job is then started
-    again, on ``ranks`` if not on as many as the scene has, unless ``again`` is False. ``lose``, for a job: in
-    between ``one`` arena or ``two`` are deleted, or ``all`` that the job has in memory, as by a reboot.
+    ``who``: ``one`` (the last rank), ``all`` ranks, or the ``job``, its agent included; a job is then started again,
+    on ``ranks`` if not on as many as the scene has, unless ``again`` is False. ``lose``, for a job: in between
+    ``one`` arena or ``two`` are deleted, or ``all`` that the job has in memory, as by a reboot.
     """
 
     after: int

@@ -1,48 +1,103 @@
-"""The frameworks as the conformance suite sees them: each adapter builds its example job of ``launch/``."""
+"""Jobs of all frameworks behind one interface: each adapter builds its example job of ``launch/``."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from ftckpt.config import Config
+from ftckpt.model.training_state import TrainingState
+from ftckpt.session.checkpointer import Checkpointer
 from tests.support import ds_jobs, jobs
-from tests.support.conformance import Adapter
 
 PLAIN_TINY = ["--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8"]
 
 
-class ScriptJob:
-    """A job of one of the example scripts, for ``tests.support.conformance.Job``.
-
-    Args:
-        script: the module, with ``train_step`` and ``final_hashes``.
-        job: what its ``build`` made.
-    """
-
-    def __init__(self, script: Any, job: Any) -> None:
-        self._script = script
-        self._job = job
+class Job(Protocol):
+    """One rank's job, built and ready to train."""
 
     @property
     def iteration(self) -> int:
-        return self._job.iteration  # type: ignore[no-any-return]
+        """Iterations that are done, those before a restore among them."""
+
+    def attach(self, config: Config) -> Checkpointer:
+        """Attach ftckpt and restore; from then on iterations end with a snapshot. Collective."""
+
+    def train_iteration(self) -> Sequence[float | None]:
+        """One iteration, up to the boundary and with it; returns loss and what else must be the same again."""
+
+    def hashes(self) -> Mapping[str, str]:
+        """Hashes of every tensor of this rank: weights, buffers, masters, moments, RNG."""
+
+    def state(self) -> TrainingState:
+        """The state as ``attach`` describes it."""
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The torch optimizers that step this rank's shard."""
+
+    def listen(self, trainer: Any) -> Sequence[Callable[[], object]]:
+        """Install the hooks of a session without one: they report to ``trainer``. Returns functions that remove one
+        of two fences each, if there are two."""
+
+    def remove_hooks(self) -> None:
+        """Remove those hooks."""
+
+    def evaluate(self) -> None:
+        """A forward that trains nothing."""
+
+    def add_parameter(self) -> None:
+        """Give the model one more, ``extra.weight``, that needs gradients and that no optimizer steps."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One framework in one configuration, such as ``tp2pp2``, unique within the framework. It is sent to every rank.
+
+    ``masters``: weights are casts of masters. ``build`` makes the job on a rank, where torch.distributed is ready.
+    ``pool`` are options of ``pool.spawn_ranks``.
+    """
+
+    framework: str
+    configuration: str
+    ranks: int
+    masters: bool
+    build: Callable[[], Job] = field(compare=False)
+    pool: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+class ScriptJob:
+    """A job of one of the example scripts, for ``Job``.
+
+    Args:
+        script: the module, with ``train_step`` and ``final_hashes``.
+        job: the job that its ``build`` returned.
+    """
+
+    def __init__(self, script: Any, job: Any) -> None:
+        self.script = script
+        self.job = job
+
+    @property
+    def iteration(self) -> int:
+        return self.job.iteration  # type: ignore[no-any-return]
 
     def train_iteration(self) -> list[float | None]:
-        metrics = self._script.train_step(self._job)
-        if getattr(self._job, "checkpointer", None):  # DeepSpeed's engine steps by itself
-            self._job.checkpointer.step(self.iteration)
+        metrics = self.script.train_step(self.job)
+        if getattr(self.job, "checkpointer", None):  # DeepSpeed's engine steps by itself
+            self.job.checkpointer.step(self.iteration)
         return [metrics["loss"], metrics["grad_norm"], metrics["lr"], metrics["loss_scale"]]
 
     def hashes(self) -> Mapping[str, str]:
-        hashes: Mapping[str, str] = self._script.final_hashes(self._job)
+        hashes: Mapping[str, str] = self.script.final_hashes(self.job)
         return hashes
 
     def _restored(self, checkpointer: Any) -> Any:
-        self._job.checkpointer = checkpointer
+        self.job.checkpointer = checkpointer
         checkpointer.restore()
         return checkpointer
 
@@ -57,30 +112,30 @@ class DeepSpeedJob(ScriptJob):
 
     @property
     def iteration(self) -> int:
-        return int(self._job.engine.global_steps)
+        return int(self.job.engine.global_steps)
 
     def attach(self, config: Config) -> Any:
         import ftckpt.deepspeed
 
-        return ftckpt.deepspeed.attach(self._job.engine, config=config)
+        return ftckpt.deepspeed.attach(self.job.engine, config=config)
 
     def state(self) -> Any:
         from ftckpt.deepspeed.state import DeepSpeedState
 
-        return DeepSpeedState(self._job.engine, {"data": self._job.data})
+        return DeepSpeedState(self.job.engine, {"data": self.job.data})
 
     def optimizers(self) -> list[Any]:
         from ftckpt.deepspeed.optimizers import inner
 
-        return [inner(self._job.engine.optimizer)]
+        return [inner(self.job.engine.optimizer)]
 
     def listen(self, trainer: Any) -> list[Callable[[], object]]:
         from ftckpt.deepspeed.active_engine import door
         from ftckpt.deepspeed.hooks import EngineHooks
         from ftckpt.deepspeed.pipeline import follow_pipeline
 
-        hooks = EngineHooks(door.hooks, self._job.engine, trainer, lambda: None)
-        if self._job.is_pipeline:
+        hooks = EngineHooks(door.hooks, self.job.engine, trainer, lambda: None)
+        if self.job.is_pipeline:
             follow_pipeline(hooks, lambda given: given)
         else:
             hooks.follow_micro_batches()
@@ -98,7 +153,7 @@ class DeepSpeedJob(ScriptJob):
         door.hooks.remove()
 
     def evaluate(self) -> None:
-        job = self._job
+        job = self.job
         if job.is_pipeline:
             job.engine.eval_batch(job.batches)
             return
@@ -108,9 +163,7 @@ class DeepSpeedJob(ScriptJob):
         job.engine.train()
 
     def add_parameter(self) -> None:
-        import torch
-
-        self._job.engine.module.extra = torch.nn.Linear(2, 2, bias=False)
+        self.job.engine.module.extra = torch.nn.Linear(2, 2, bias=False)
 
 
 class MegatronJob(ScriptJob):
@@ -121,29 +174,29 @@ class MegatronJob(ScriptJob):
 
         args = train_gpt.parse_args([*jobs.TINY, *argv, "--iterations", "1000"])
         super().__init__(train_gpt, train_gpt.build(args))
-        self._objects = {"data": self._job.data, "progress": self._job.progress}
+        self._objects = {"data": self.job.data, "progress": self.job.progress}
 
     def attach(self, config: Config) -> Any:
         import ftckpt.megatron
 
-        job = self._job
+        job = self.job
         return self._restored(ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, self._objects, config))
 
     def state(self) -> Any:
         from ftckpt.megatron.state import MegatronState
 
-        return MegatronState(self._job.model, self._job.optimizer, self._job.scheduler, self._objects)
+        return MegatronState(self.job.model, self.job.optimizer, self.job.scheduler, self._objects)
 
     def optimizers(self) -> list[Any]:
         from ftckpt.megatron.optimizers import leaf_optimizers
 
-        return [leaf.optimizer for leaf in leaf_optimizers(self._job.optimizer) if leaf.optimizer is not None]
+        return [leaf.optimizer for leaf in leaf_optimizers(self.job.optimizer) if leaf.optimizer is not None]
 
     def listen(self, trainer: Any) -> list[Callable[[], object]]:
         from ftckpt.megatron import door, hooks
 
         hooks.install()
-        hooks.follow(trainer, self._job.optimizer, None)  # type: ignore[arg-type]
+        hooks.follow(trainer, self.job.optimizer, None)  # type: ignore[arg-type]
         outer, *inner = door.hooks.undo
 
         def without_inner() -> None:
@@ -165,10 +218,10 @@ class MegatronJob(ScriptJob):
     def evaluate(self) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        job, args = self._job, self._job.args
+        job, args = self.job, self.job.args
         batches = [batch.cuda() for batch in job.data.next_batch(job.num_micro, args.micro_batch, 0, 1)]
         get_forward_backward_func()(
-            forward_step_func=self._script.forward_step,
+            forward_step_func=self.script.forward_step,
             data_iterator=[iter(batches) for _ in job.model],
             model=job.model,
             num_microbatches=job.num_micro,
@@ -178,7 +231,7 @@ class MegatronJob(ScriptJob):
         )
 
     def add_parameter(self) -> None:
-        jobs.add_parameter(self._job.model[0])
+        jobs.add_parameter(self.job.model[0])
 
 
 class PlainJob(ScriptJob):
@@ -192,21 +245,21 @@ class PlainJob(ScriptJob):
 
     @property
     def iteration(self) -> int:
-        return self._job.progress.iteration  # type: ignore[no-any-return]
+        return self.job.progress.iteration  # type: ignore[no-any-return]
 
     def attach(self, config: Config) -> Any:
         import ftckpt.torch
 
-        job = self._job
+        job = self.job
         return self._restored(ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config))
 
     def state(self) -> Any:
         from ftckpt.torch.state import PlainState
 
-        return PlainState(self._job.model, self._job.optimizer, self._job.scheduler, self._job.objects)
+        return PlainState(self.job.model, self.job.optimizer, self.job.scheduler, self.job.objects)
 
     def optimizers(self) -> list[Any]:
-        return [self._job.optimizer]
+        return [self.job.optimizer]
 
     def listen(self, trainer: Any) -> tuple[()]:
         import ftckpt.torch
@@ -214,7 +267,7 @@ class PlainJob(ScriptJob):
 
         state = self.state()
         state.describe()
-        follow(ftckpt.torch.patches, trainer, self._job.model, self._job.optimizer, state)
+        follow(ftckpt.torch.patches, trainer, self.job.model, self.job.optimizer, state)
         return ()
 
     def remove_hooks(self) -> None:
@@ -223,19 +276,15 @@ class PlainJob(ScriptJob):
         ftckpt.torch.patches.remove()
 
     def evaluate(self) -> None:
-        import torch
-
-        job = self._job
+        job = self.job
         job.model.eval()
-        self._script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
+        self.script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
         job.model.train()
         with torch.no_grad():
-            self._script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
+            self.script.loss_of(job, job.data.next_batch(1, job.args.micro_batch, 0, 1)[0].to(job.device))
 
     def add_parameter(self) -> None:
-        import torch
-
-        getattr(self._job.model, "module", self._job.model).extra = torch.nn.Linear(2, 2, bias=False)
+        getattr(self.job.model, "module", self.job.model).extra = torch.nn.Linear(2, 2, bias=False)
 
 
 # Three replicas where they cost no more than two: sums of two do not depend on the order of their summands. Four of

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from ftckpt.config import Config
 from ftckpt.memory.arena import Arena
@@ -29,7 +28,6 @@ from tests.support.smp_nodes import Seen
 from tests.support.waiting import until
 
 T = TypeVar("T")
-LINEAGE = b"l" * 16
 SHARE = 40_000
 
 
@@ -75,9 +73,9 @@ class Rank:
         self.arena: Arena | None = None
 
     def manifest(self, share: int = SHARE) -> Manifest:
-        """The manifest of this rank; ``share`` in bytes tells one from another."""
+        """The manifest of this rank; manifests differ by ``share``, in bytes."""
         weights = Fragment("w", "U8", (1 << 20,), Box((0,), (1 << 20,)), 0, share)
-        return Manifest({"dp": self.rank}, self.topology.layout, (weights,), (), 100, 16384)
+        return Manifest({"dp": self.rank}, self.topology.layout, (weights,), (), 1000, 16384)
 
     @property
     def have(self) -> Arena:
@@ -134,21 +132,8 @@ def end(members: Sequence[Rank]) -> None:
     on_all(members, lambda member: member.arenas.release())
 
 
-def write(arena: Arena, slot: int, iteration: int, lineage: bytes = LINEAGE, seal: bool = True) -> None:
-    """A snapshot of ``iteration``; without ``seal`` it stays WRITING."""
-    arena.control.begin(slot)
-    for span in arena.image.chunks:
-        with arena.slot(slot) as view:
-            view[span.begin : span.end] = np.random.default_rng(iteration).bytes(span.nbytes)
-    for chunk in range(len(arena.image.chunks)):
-        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    arena.control.set_objects(slot, 0, xxhash.xxh3_64_intdigest(b""))
-    if seal:
-        arena.control.seal(slot, SnapshotId(lineage, iteration))
-
-
 def check_all(*node_dirs: Path) -> None:
-    """Checksums of all that is sealed, as SMPs compute them when their trainers are gone."""
+    """Checksums of all sealed slots, as SMPs compute them after their trainers have ended."""
     for path in chain.from_iterable(map(list_arenas, node_dirs)):
         with closing(Arena.open(path)) as arena:
             control = arena.control

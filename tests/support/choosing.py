@@ -13,11 +13,12 @@ from ftckpt.memory.locations import OpenArenas, PackageAt, SlotAt
 from ftckpt.model.fragment import Fragment
 from ftckpt.model.replicas import Gather, Holdings, ReplicaSets, find_sharing
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.parity.groups import Member, node_groups, peer_groups
+from ftckpt.parity.groups import Member
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.decide import Decision, Findings, Query, decide
+from tests.support.snapshots import holding_groups
 
 
 def job(homes: Mapping[str, str], layout: Mapping[str, int | str | bool]) -> Topology:
@@ -33,7 +34,7 @@ def shield_of(
     has_parity: Callable[[Member], bool],
 ) -> SnapshotProtection:
     """Protection of a snapshot of these shards: parity of the members that have any, and a package of a shard."""
-    groups = (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
+    groups = holding_groups(holdings, modes)
     parity = [
         ParityReport(member.node, member.arena, f"parity.{group.mode}.0", group.name, index)
         for group in groups

@@ -75,7 +75,7 @@ SHAPES = {
     "moe-ep2": Shape(2, ["--num-experts", "4", "--ep", "2"], BF16),
     "moe-ep2-zero2": Shape(4, ["--num-experts", "4", "--ep", "2"], BF16 | zero(2)),
 }
-"""Every configuration that ftckpt says it knows."""
+"""Every configuration that ftckpt supports."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def build(shape: Shape, argv: Sequence[str] = TINY, **more: Any) -> Any:
 
 
 def train(rank: int, world_size: int, run: Run) -> Outcome:
-    """Build the example job under the import door, train and end as ``run`` says."""
+    """Build the example job after importing ``ftckpt.deepspeed``, train and end as ``run`` requests."""
     from tests.support import faults
 
     example, config = script(), {}

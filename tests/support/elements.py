@@ -18,7 +18,7 @@ from ftckpt.model.training_state import Description
 Elements = tuple[Fragment, bytes]
 """A fragment and its bytes."""
 Wholes = dict[str, tuple[str, tuple[int, ...], npt.NDArray[np.uint8]]]
-"""By key the type, the shape and the bytes of a tensor, a row for each element."""
+"""The type, the shape and the bytes of each tensor by key, a row for each element."""
 
 
 def held(pieces: Iterable[Any]) -> list[Elements]:
@@ -109,7 +109,7 @@ class _Tensor:
 
 
 Digest = dict[str, tuple[int, str]]
-"""By key, the number of elements and a hash of each element's place in the logical tensor and its bits."""
+"""The number of elements by key, and a hash of each element's place in the logical tensor and its bits."""
 
 
 class Digester:
@@ -167,7 +167,7 @@ def _untaken(taken: dict[Any, npt.NDArray[np.bool_]], fragment: Fragment) -> npt
 
 
 def _finalized(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A random-looking word for each: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """A pseudorandom integer for each: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     words = (words + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

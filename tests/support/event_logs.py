@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.events import EVENTS
-from ftckpt.schedule.pipeline import pipeline_orders, step_times
 
 COMMON = {"time", "event", "pid"}
 
@@ -57,23 +56,27 @@ FORWARD, BACKWARD, START, OPTIMIZER = 0.02, 0.04, 0.004, 0.01
 CHUNK_BYTES, CHUNK_SECS = 4_000_000, 0.001
 
 
-def one_f_one_b(pp: int, num_microbatches: int) -> list[list[tuple[str, float, float]]]:
-    """Forward and backward of each stage, with begin and end in seconds."""
-    orders = pipeline_orders(pp, num_microbatches)
-    assert orders is not None
-    return [
-        [
-            (step.kind, START + begin * FORWARD, START + end * FORWARD)
-            for step, (begin, end) in zip(*stage, strict=True)
-        ]
-        for stage in zip(orders, step_times(orders), strict=True)
-    ]
+def one_f_one_b(stage: int, pp: int, num_microbatches: int) -> list[tuple[str, float, float]]:
+    """Forward and backward steps of a stage, with begin and end in seconds."""
+    warm_up = min(pp - stage - 1, num_microbatches)
+    steady = num_microbatches - warm_up
+    steps = [("forward", 0.0)] * warm_up
+    steps += [("forward", 0.0), ("backward", 0.0)] * steady + [("backward", 0.0)] * warm_up
+    first = steps.index(("backward", 0.0))
+    steps[0] = "forward", stage * FORWARD
+    steps[first] = "backward", (pp - stage - 1) * BACKWARD
+    placed, now = list[tuple[str, float, float]](), START
+    for kind, wait in steps:
+        begin = now + wait
+        now = begin + (FORWARD if kind == "forward" else BACKWARD)
+        placed.append((kind, begin, now))
+    return placed
 
 
 def timeline_line(rank: int, coords: dict[str, int], pp: int, iteration: int, begin: float) -> dict[str, Any]:
     """An iteration of 1F1B with 8 microbatches: copies in the windows first, then in the backward."""
-    compute = one_f_one_b(pp, 8)
-    end = max(stage[-1][2] for stage in compute) + 0.01
+    compute = [one_f_one_b(stage, pp, 8) for stage in range(pp)]
+    end = max(steps[-1][2] for steps in compute) + 0.01
     spans: list[list[Any]] = [["start", 0.0, START]]
     for kind, first, last in compute[coords["pp"]]:
         if first > spans[-1][2]:
@@ -168,7 +171,7 @@ def check_page(text: str) -> Page:
 
 class RunLogs:
     """Logs of a run of two ranks on two nodes: attempts, each with a joined, a restore of 0.2 s and a boundary a
-    second, which rank 1 reaches a bit later; snapshots are whole after 0.5 s and protected after 1.5 s."""
+    second, which rank 1 reaches a bit later; snapshots are copied after 0.5 s and protected after 1.5 s."""
 
     def __init__(self, run: Path) -> None:
         self.run = run

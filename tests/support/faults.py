@@ -1,9 +1,8 @@
-"""Faults injected inside a training process, by plan: which rank, at which iteration, at which point; and a table of
-faults: what happens, at which instant, under which protection, and what must be restored.
+"""Faults injected inside a training process, by plan: which rank, at which iteration, at which point.
 
-``install`` wraps the real functions of ftckpt, and of the frameworks that this process has imported. A fault
-fires once over all attempts of a job: right before it acts it creates its marker file, which tells later
-attempts, and the test, that it did. No marker at the end means that nothing was tested.
+``install`` wraps the real functions of ftckpt, and of the frameworks that this process has imported. A fault fires
+once over all attempts of a job: right before it acts it creates its marker file, which later attempts and the test
+read. No marker at the end means that nothing was tested.
 """
 
 from __future__ import annotations
@@ -12,23 +11,16 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ftckpt.memory.arena import Arena
-from ftckpt.memory.directory import SMP_LOCK_NAME
-from ftckpt.memory.locks import holder_of
-from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
-from tests.support.flips import flip
 from tests.support.killing import at_calls, wrap
 from tests.support.waiting import until
 
@@ -93,7 +85,7 @@ POINTS: dict[str, Point] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """``ordinal`` counts the calls at ``point`` that belong to ``iteration``, from 0, in each process anew.
+    """``ordinal`` counts the calls at ``point`` that belong to ``iteration``, from 0, in each process.
 
     A ``kill`` of rank ``all`` waits until every rank has come, at most ``secs``: then all die at once. The
     point must be one that each rank reaches while the others stand still at it. ``stall`` sleeps ``secs``; ``wait``
@@ -115,7 +107,7 @@ class Fault:
             raise ValueError(f"action {self.action!r} is not one of {', '.join(get_args(Action))}")
 
     def marker_of(self, rank: int) -> Path:
-        """The file that says that the fault fired in ``rank``; it holds process id, time and iteration."""
+        """The file that marks that the fault fired in ``rank``; it has process id, time and iteration."""
         return self.marker.with_name(f"{self.marker.name}.rank{rank}")
 
     @property
@@ -241,91 +233,3 @@ def install(faults: Iterable[Fault], rank: int, world_size: int | None = None) -
     _undo.append(wrap(f"{_RESTART}:Restart.invalidate_newer", at_calls(injector.decided)))
     for name, place, after in places:
         _undo.append(wrap(place, at_calls(lambda *args, name=name: injector.reached(name, args), after)))
-
-
-KILLS: dict[str, tuple[int, ...]] = {
-    "forward": (-2, -1),
-    "fence": (-2, -1),
-    "before_step": (-1,),
-    "after_step": (-1,),
-    "boundary": (-1,),
-    "begin": (-1,),
-    "copy": (-1,),
-    "before_seal": (-1,),
-    "after_seal": (-1, 0),
-    "post": (0,),
-    "mark": (0,),
-    "between": (-1, 0),
-}
-"""Instant of a SIGKILL → what may come back, counted from the iteration in which it falls. Up to the fence the copies
-of the snapshot before may be under way."""
-
-IN_EVERY_ITERATION = ("forward", "fence", "before_step", "boundary")
-"""Instants that come whether an iteration has a snapshot or not: under protection one may be skipped."""
-
-OLDER, SAME, LOST = "the snapshot before", "the same snapshot", "nothing, and the arena is named"
-
-
-def _flip_in(region: str, by: int) -> Callable[[Path, int], None]:
-    def damage(path: Path, slot: int) -> None:
-        with closing(Arena.open(path)) as arena:
-            begin = int(getattr(arena.image, region).begin)
-        flip(path / slot_name(slot), begin + by)
-
-    return damage
-
-
-def _flip_padding(path: Path, slot: int) -> None:
-    with closing(Arena.open(path)) as arena:
-        begin = next(pad.begin for pad in arena.image.pads if pad.nbytes)
-    flip(path / slot_name(slot), begin)
-
-
-def _lose_node(path: Path, slot: int) -> None:
-    """All of a node at once: its SMP, and the memory of its arenas, parity and packages."""
-    lock = path.parent / SMP_LOCK_NAME
-    pid = holder_of(lock)
-    assert pid is not None, "the node's SMP outlives its trainers"
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: holder_of(lock) is None, "its end")
-    shutil.rmtree(path.parent)
-
-
-@dataclass(frozen=True, slots=True)
-class Protection:
-    """Protection of a job of four ranks, and their nodes: at the start, and in the attempt after the damage."""
-
-    settings: dict[str, Any]
-    nodes: tuple[str, ...] = ("node",) * 4
-    nodes_after: tuple[str, ...] = ("node",) * 4
-
-
-PROTECTIONS = {
-    "none": Protection({"protect": "none"}),
-    "node": Protection({"protect": "node"}),
-    "sealed peer": Protection({"protect": "peer", "encrypt": True}, ("a", "a", "b", "b"), ("a", "a", "c", "c")),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DamageRow:
-    """Damage to the newest snapshot in one rank's arena, and what comes back by which of ``PROTECTIONS``."""
-
-    damage: Callable[[Path, int], None]
-    comes_back: dict[str, str]
-
-
-DAMAGES = {
-    "stepped byte": DamageRow(_flip_in("stepped", 100), {"none": OLDER, "node": SAME}),
-    "objects byte": DamageRow(_flip_in("objects", 40), {"none": OLDER, "node": SAME}),
-    "slot truncated": DamageRow(
-        lambda path, slot: os.truncate(path / slot_name(slot), 8192), {"none": OLDER, "node": SAME}
-    ),
-    "slot gone": DamageRow(lambda path, slot: (path / slot_name(slot)).unlink(), {"none": OLDER, "node": SAME}),
-    # What follows from the manifest alone is put right without any parity.
-    "header byte": DamageRow(lambda path, slot: flip(path / slot_name(slot), 2000), {"none": SAME}),
-    "padding byte": DamageRow(_flip_padding, {"none": SAME}),
-    "arena gone": DamageRow(lambda path, slot: shutil.rmtree(path), {"none": LOST, "node": SAME}),
-    "node gone": DamageRow(_lose_node, {"sealed peer": SAME}),
-    "control byte": DamageRow(lambda path, slot: flip(path / "control", 20), {"none": LOST, "node": SAME}),
-}

@@ -14,6 +14,8 @@ from typing import Any
 import xxhash
 
 from ftckpt.errors import ConvertError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.slots import slot_name
 from ftckpt.model import objects
 
 
@@ -24,6 +26,11 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def flip_slot(arena: Arena, slot: int, at: int) -> None:
+    """Turn one bit of a slot round."""
+    flip(arena.path / slot_name(slot), at, 2)
 
 
 @dataclass(frozen=True)
@@ -61,9 +68,9 @@ def of_distributed(path: Path) -> list[Record]:
 
 
 @contextlib.contextmanager
-def flipped(record: Record, at: int | None = None) -> Iterator[None]:
-    """One bit of a record is another one, in the middle or at byte ``at``."""
-    place = record.begin + (record.nbytes // 2 if at is None else at)
+def flipped(record: Record) -> Iterator[None]:
+    """One bit in the middle of a record is flipped."""
+    place = record.begin + record.nbytes // 2
     flip(record.file, place, 2)
     try:
         yield
@@ -84,7 +91,7 @@ def all_that_is_read(source: Any) -> str:
 
 
 def noticed(opened: Callable[[], Any], found: list[Record]) -> dict[Record, str]:
-    """The error for a flipped bit in each record; records of which nothing is read are absent.
+    """The error for a flipped bit in each record, except for records that are not read.
 
     A flip that is read and not refused is an AssertionError.
     """

@@ -1,4 +1,4 @@
-"""Two nodes whose SMPs bring snapshots to storage: real tasks, in threads of the test."""
+"""Two nodes whose SMPs flush snapshots: real tasks, in threads of the test."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Job:
             node.flush(iteration)
 
     def request(self, slot: int, iteration: int) -> None:
-        """A snapshot of both nodes that is to come to storage."""
+        """A snapshot of both nodes, and the request to flush it."""
         self.snapshot(slot, iteration)
         self.flush(iteration)
 
     def persist(self, slot: int, iteration: int) -> None:
-        """Until a snapshot of both nodes is on storage."""
+        """Flushes a snapshot of both nodes, to the end."""
         self.request(slot, iteration)
         self.settled(iteration)
 

@@ -24,10 +24,9 @@ class Run:
     """One attempt of a job.
 
     ``settings`` are fields of Config, without protection unless they say so, None trains without ftckpt;
-    ``nodes[rank]`` names nodes. ``drift`` gives each rank its own dropout masks, ``perturb`` other data after the
-    restore, ``ballast_bytes`` an object of that size, ``extra_parameter`` a parameter that no optimizer steps;
-    ``spoil`` names a tensor of which rank 1 gets one wrong element. ``end`` is what ranks do after iteration
-    ``until``: ``close``, ``keep`` (leave the arenas) or ``die``. ``guarded``: it waits for its SMP before it trains.
+    ``nodes[rank]`` names nodes. ``prepare`` and ``restored`` get the built job and the rank, before ftckpt is
+    attached and after a restore. ``end`` is the action of ranks after iteration ``until``: ``close``, ``keep``
+    (leave the arenas) or ``die``. ``guarded``: it waits for its SMP before it trains.
     """
 
     argv: Sequence[str]
@@ -35,11 +34,8 @@ class Run:
     settings: dict[str, Any] | None = None
     nodes: Sequence[str] | None = None
     faults: Sequence[Fault] = ()
-    drift: bool = False
-    perturb: bool = False
-    ballast_bytes: int = 0
-    extra_parameter: bool = False
-    spoil: str = ""
+    prepare: Callable[[Any, int], object] | None = None
+    restored: Callable[[Any, int], object] | None = None
     end: str = "close"
     guarded: bool = True
 
@@ -51,19 +47,6 @@ class Outcome:
     start: int | None
     history: list[tuple[int, float | None, float | None]]
     hashes: dict[str, str]
-
-
-class Ballast:
-    """An object of a given size."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def state_dict(self) -> dict[str, bytes]:
-        return {"bytes": bytes(self.nbytes)}
-
-    def load_state_dict(self, state: dict[str, bytes]) -> None:
-        assert len(state["bytes"]) == self.nbytes
 
 
 def add_parameter(chunk: Any) -> None:
@@ -85,8 +68,7 @@ def built(*argv: str, iterations: int = 9) -> tuple[Any, Any]:
 
 
 def train(rank: int, world_size: int, run: Run) -> Outcome:
-    """Build the example job, restore, train and end as ``run`` says."""
-    import torch
+    """Build the example job, restore, train and end as ``run`` requests."""
     import train_gpt
 
     import ftckpt.megatron
@@ -94,27 +76,21 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
 
     args = train_gpt.parse_args([*TINY, *run.argv, "--iterations", str(run.until)])
     job = train_gpt.build(args)
-    if run.drift:
-        torch.manual_seed(rank)
+    if run.prepare is not None:
+        run.prepare(job, rank)
     start = None
     faults.install(run.faults, rank, world_size)
     if run.settings is not None:
         node = run.nodes[rank] if run.nodes else "node"
         config = Config(enabled=True, node=node, **configured({"protect": "none", "interval": 1, **run.settings}))
         objects = {"data": job.data, "progress": job.progress}
-        if run.ballast_bytes:
-            objects["ballast"] = Ballast(run.ballast_bytes)
-        if run.extra_parameter:
-            add_parameter(job.model[0])
         job.checkpointer = ftckpt.megatron.attach(job.model, job.optimizer, job.scheduler, objects, config=config)
         start = job.checkpointer.restore()
         if run.guarded and (job.checkpointer.rank.protection.protects or config.persist):
             # Its few iterations are to be protected: an SMP starts beside training.
             waiting.until(lambda: job.checkpointer.rank.protection.smp_guards, "the SMP knows what to do", 30.0)
-        job.data.consumed_samples += 1000 * run.perturb
-        if run.spoil and rank == 1:
-            pieces = job.checkpointer.snapshots.shard.state.stepped
-            next(piece for piece in pieces if piece.fragment.key == run.spoil).tensor[0] = 1e-3
+        if run.restored is not None:
+            run.restored(job, rank)
     rows = [(m["iteration"], m["loss"], m["grad_norm"]) for m in train_gpt.train(job)]
     if run.end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +125,7 @@ def broken(world_size: int, run: Run, timeout_secs: float = 120.0, grace_secs: f
 
 
 def assert_continues(reference: Sequence[Outcome], resumed: Sequence[Outcome]) -> int:
-    """Every rank went on from the same iteration, to the same bits; returns that iteration (0: from scratch)."""
+    """Every rank resumed from the same iteration, to the same bits; returns that iteration (0: from scratch)."""
     starts = {outcome.start for outcome in resumed}
     assert len(starts) == 1, f"ranks restored different iterations: {starts}"
     start = starts.pop() or 0

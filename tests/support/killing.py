@@ -20,7 +20,7 @@ from ftckpt.memory.record import Stores
 
 
 def replace_call(name: str, call: Callable[..., Any], setting: Callable[[Any, str, Any], None]) -> None:
-    """``os.NAME`` becomes ``call``, for pathlib too, which keeps those of its start in Python 3.10."""
+    """``os.NAME`` becomes ``call``, for pathlib too, which binds its functions at import in Python 3.10."""
     accessor = getattr(pathlib, "_normal_accessor", None)
     if getattr(accessor, name, None) is getattr(os, name):
         setting(accessor, name, call)
@@ -103,14 +103,14 @@ def die_at(place: str, nth: int = 1, *, after: bool = False) -> None:
 
 
 PIDFD_SEND_SIGNAL, PIDFD_OPEN = 424, 434
-"""Numbers that are the same on every architecture: they came after the tables were joined."""
+"""Numbers that are the same on every architecture: they are newer than the common table."""
 _NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 38, 22, 2
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
 def fails_with(error: int) -> Callable[..., NoReturn]:
-    """A call of the system that gives this error, to be put in the place of one."""
+    """A replacement for a system call that fails with this error."""
 
     def fail(*args: object, **_: object) -> NoReturn:
         raise OSError(error, os.strerror(error), *(str(one) for one in args[:1] if isinstance(one, os.PathLike)))

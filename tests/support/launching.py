@@ -126,7 +126,7 @@ class Call:
     cores: list[int]
 
     def after(self, word: str) -> str:
-        """The argument after ``word``."""
+        """The argument that follows ``word``."""
         return self.argv[self.argv.index(word) + 1]
 
     @property
@@ -153,8 +153,8 @@ class Standins:
         self.dead()
 
     def codes(self, *codes: int | str) -> None:
-        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``slow`` ends long after it was told;
-        ``dead:n1,n2`` fails and leaves these nodes dead; ``smps:2`` ends well once two SMPs were started."""
+        """Exit codes of the next steps, then 0. ``hang`` sleeps; ``slow`` ends long after SIGTERM; ``dead:n1,n2``
+        fails and leaves these nodes dead; ``smps:2`` ends well once two SMPs were started."""
         (self.here / "codes.json").write_text(json.dumps(codes))
 
     def verdict(self, code: int, reason: str) -> None:
@@ -162,7 +162,7 @@ class Standins:
         (self.here / "verdict").write_text(f"{code} {reason}")
 
     def preempted(self) -> None:
-        """Another job takes the nodes, and SMPs have been told to end."""
+        """Another job takes the nodes, and SMPs have been asked to end."""
         (self.here / "preempted").touch()
 
     def dead(self, *nodes: str) -> None:
@@ -260,7 +260,7 @@ class Launched:
         return read_events(self.here / "events", name, of=f"rank{rank}")
 
     def restored(self) -> list[int]:
-        """Iterations that starts went on from."""
+        """Iterations from which attempts resumed."""
         return [event["iteration"] for event in self.events(0, "restored") if event["iteration"]]
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
@@ -291,7 +291,7 @@ class Launched:
         return "\n".join(path.read_text()[-last:] for path in sorted(self.here.glob("script*.log")))
 
     def stop_and_save(self, script: subprocess.Popen[bytes], storage: Path) -> int:
-        """SIGTERM for the script alone, with four snapshots or more: the iteration that comes to storage."""
+        """SIGTERM for the script alone, with four snapshots or more; returns the iteration that is flushed."""
         self.wait_for("snapshots", lambda: self.events(1, "snapshot")[3:])
         os.kill(script.pid, signal.SIGTERM)
         assert script.wait(120) == 143, self.output()
@@ -365,11 +365,11 @@ class Nodes(Launched):
         return holder_of(self.node_dir(node) / SMP_LOCK_NAME)
 
     def protected(self, since: float = 0.0) -> list[int]:
-        """Snapshots that rank 0 knew to be protected, of which it heard after ``since`` (epoch seconds)."""
+        """Snapshots that rank 0 reported as protected after ``since`` (epoch seconds)."""
         return [event["iteration"] for event in self.events(0, "protected") if event["time"] > since]
 
     def lose(self, node: str) -> set[str]:
-        """SIGKILL all of a node at once: agent, ranks and SMP; its memory is gone. Returns the shards it held."""
+        """SIGKILL all of a node at once: agent, ranks and SMP; its memory is lost. Returns the shards it had."""
         shards = {path.name.rpartition(".")[0] for path in list_arenas(self.node_dir(node))}
         agent, smp = self._agents.pop(node), self.smp(node)
         agent.kill()

@@ -166,7 +166,7 @@ class PlainAttention(torch.nn.Module):
 
 
 def stand_in_for_grouped_gemm() -> None:
-    """A loop over experts in the place of the package that cannot be installed without CUDA."""
+    """Replaces the package, which cannot be installed without CUDA, by a loop over experts."""
     from types import SimpleNamespace
 
     grouped: Any = importlib.import_module("megatron.core.transformer.moe.grouped_gemm_util")

@@ -1,4 +1,4 @@
-"""Small file systems in memory and processes in namespaces of their own, both of which take root."""
+"""Small file systems in memory and processes in namespaces of their own; both take root."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _remove_leftovers() -> None:
 
 
 def _mounts() -> list[tuple[str, Path]]:
-    """Owner and place of all that tests have mounted; what was mounted last, and lies on top, comes first."""
+    """Owner and place of all mounts of tests, the last and topmost first."""
     rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     return [(source.removeprefix(_SOURCE), Path(at)) for source, at, *_ in rows if source.startswith(_SOURCE)][::-1]
 

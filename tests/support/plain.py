@@ -1,4 +1,4 @@
-"""A job without a framework: each rank holds one row and a weight. And a recorder in the place of a checkpointer."""
+"""A job without a framework: each rank holds one row and a weight. And a recorder that replaces a checkpointer."""
 
 from __future__ import annotations
 
@@ -51,6 +51,9 @@ class PlainState:
     def load_objects(self, objects: Any) -> None:
         self.iteration = objects["iteration"]
 
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        pass
+
     def load_reshaped(self, objects: Any, iteration: int) -> None:
         raise UnsupportedError("this job keeps its layout")
 
@@ -99,7 +102,7 @@ def train(checkpointer: Checkpointer, state: PlainState, iterations: Iterable[in
 
 
 def sealed(settings: dict[str, Any], rank: int) -> set[int]:
-    """Iterations of which this rank has a sealed slot."""
+    """Iterations for which this rank has a sealed slot."""
     found = set()
     for path in Path(settings["arena"]).glob(f"ftckpt-*/*/dp{rank}.*"):
         with closing(Arena.open(path)) as arena:
@@ -131,11 +134,10 @@ def restored(rank: int, world_size: int, settings: dict[str, Any], nodes: list[s
 
 
 class Recorder:
-    """``log`` has a word for each call, in order; a place of the schedule by its kind."""
+    """``log`` has an entry for each call, in order; a place of the schedule by its kind."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.expected: tuple[tuple[str, ...], tuple[float, ...]] | None = None
 
     def fence(self) -> None:
         self.log.append("fence")
@@ -148,9 +150,6 @@ class Recorder:
 
     def step(self, iteration: int) -> None:
         self.log.append(f"step {iteration}")
-
-    def expect(self, kinds: Sequence[str], lengths: Sequence[float]) -> None:
-        self.expected = (tuple(kinds), tuple(lengths))
 
     def close(self) -> None:
         self.log.append("close")

@@ -108,7 +108,7 @@ def _prepare(rank: int, settings: Settings) -> None:
 
         standin.install()
     if settings.on_device:
-        from tests.support import real_device
+        from tests.gpu import real_device
 
         real_device.share_device(settings.world_size)
     if settings.init_process_group:

@@ -1,4 +1,4 @@
-"""Processes of tests: fresh interpreters, the processes of a run by node, and what /proc says of any."""
+"""Processes of tests: fresh interpreters, the processes of a run by node, and reads of /proc."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TOKEN_VAR = "FTCKPT_RUN_TOKEN"
 
 
 class RunError(Exception):
-    """A run went otherwise than it should; the text says how."""
+    """A run did not go as it should; the text explains how."""
 
 
 class Processes:
@@ -54,7 +54,7 @@ class Processes:
         return started_with(f"{_TOKEN_VAR}={self._token}", *([f"{NODE_VAR}={node}"] if node else []))
 
     def lose(self, node: str) -> list[int]:
-        """SIGKILL everything of ``node``, its agent first, and return the process ids once all are gone.
+        """SIGKILL everything of ``node``, its agent first, and return the process ids once all have ended.
 
         Raises:
             RunError: something of it does not die.
@@ -68,7 +68,7 @@ class Processes:
         return sorted(killed)
 
     def end(self, nodes: Sequence[str]) -> None:
-        """Tell the agents of ``nodes`` to end, and wait until they have; what they did not start stays."""
+        """SIGTERM for the agents of ``nodes``; waits for their ends. Processes that they did not start stay."""
         agents = [self._agents.pop(node) for node in nodes]
         for agent in agents:
             agent.terminate()
@@ -76,7 +76,7 @@ class Processes:
             agent.wait(2 * STOP_SECS)
 
     def stop(self) -> None:
-        """Kill what is left: agents first, so that they start nothing anew."""
+        """Kill what is left: agents first, so that they restart nothing."""
         for agent in self.agents:
             agent.kill()
         self._kill()

@@ -1,5 +1,4 @@
-"""A job's arenas with parity and packages beside them, made without trainers and SMPs, and what a restart makes
-of them."""
+"""A job's arenas with parity and packages, made without trainers and SMPs, and a restart from them."""
 
 from __future__ import annotations
 
@@ -9,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
-
 from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.memory.arena import Arena
@@ -20,30 +16,26 @@ from ftckpt.memory.directory import arena_path, node_directory
 from ftckpt.memory.image import SlotImage
 from ftckpt.memory.package import pack, store
 from ftckpt.memory.parity_file import ParityFile, parity_path
-from ftckpt.memory.slots import slot_name
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.parity.codecs import encode
 from ftckpt.parity.groups import (
     Member,
     ParityGroup,
     mirrors,
-    node_groups,
-    peer_groups,
     slot_group,
     slot_group_name,
     slot_groups,
 )
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
-from ftckpt.parity.stripes import block_length, num_blocks, stripes
+from ftckpt.parity.stripes import block_length, num_blocks
 from ftckpt.restore.restart import Restart
-from tests.support.flips import flip
+from tests.support.flips import flip_slot
+from tests.support.snapshots import LINEAGE, chunk_of, holding_groups, parity_blocks, seal, slot_of, write
 
 JOB = "job"
-LINEAGE = b"l" * 16
 CHUNK = 8192
 SLOTS = 3
 
@@ -127,60 +119,26 @@ def build(job: Job, iterations: Sequence[int], protected: Sequence[int], hashed:
     """Snapshots of ``iterations`` in all arenas, those ``protected`` with parity and packages."""
     arenas = {}
     for rank in range(len(job.nodes)):
-        arenas[rank] = Arena.create(job.node_dir(job.nodes[rank]), job.manifest(rank), SLOTS)
+        arenas[job.shard(rank)] = Arena.create(job.node_dir(job.nodes[rank]), job.manifest(rank), SLOTS)
     for slot, iteration in enumerate(iterations):
         for arena in arenas.values():
-            arena.control.begin(slot)
-            _fill(arena, slot, iteration)
+            write(arena, slot, iteration)
         _fill_blocks(job, arenas, slot)
         for arena in arenas.values():
-            _seal(arena, slot, iteration, hashed or iteration in protected)
+            seal(arena, slot, iteration, hashed or iteration in protected)
     for index, iteration in enumerate(protected):
-        protect(job, arenas, list(iterations).index(iteration), iteration, index)
+        _protect(job, arenas, list(iterations).index(iteration), iteration, index)
     for arena in arenas.values():
         arena.control.mark_whole(SnapshotId(LINEAGE, iterations[-1]))
         arena.close()
 
 
-def _fill(arena: Arena, slot: int, iteration: int) -> None:
-    image = arena.image
-    bits = np.random.default_rng([iteration, xxhash.xxh32_intdigest(arena.manifest.shard.encode())])
-    with arena.slot(slot) as view:
-        for fragment, offset in zip(arena.manifest.fragments, image.offsets, strict=True):
-            view[offset : offset + fragment.nbytes] = bits.bytes(fragment.nbytes)
-        objects = bits.bytes(700 + iteration)
-        view[image.objects.begin : image.objects.begin + len(objects)] = objects
-    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
-
-
-def _seal(arena: Arena, slot: int, iteration: int, hashed: bool) -> None:
-    if hashed:
-        for chunk in range(len(arena.image.chunks)):
-            arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    arena.control.seal(slot, SnapshotId(LINEAGE, iteration), hashed)
-
-
-def _chunk(arena: Arena, slot: int, chunk: int) -> np.ndarray:
-    span = arena.image.chunks[chunk]
-    return np.frombuffer(arena.slot(slot), np.uint8)[span.begin : span.end]
-
-
-def _blocks(group: ParityGroup, by_shard: dict[str, Arena], slot: int) -> Any:
-    for stripe in stripes(group):
-        data = []
-        for index, offset in stripe.data:
-            member = group.members[index]
-            data.append(None if offset < 0 else _chunk(by_shard[member.shard], slot, member.first + offset))
-        for row, (holder, block) in enumerate(stripe.blocks):
-            yield holder, block, encode(group.code, data, stripe.length, row, group.losses)
-
-
-def _fill_blocks(job: Job, arenas: dict[int, Arena], slot: int) -> None:
-    by_shard = {arena.manifest.shard: arena for arena in arenas.values()}
+def _fill_blocks(job: Job, arenas: dict[str, Arena], slot: int) -> None:
+    slots = {shard: (arena, slot) for shard, arena in arenas.items()}
     for group in slot_groups(holdings(job)):
-        for holder, block, data in list(_blocks(group, by_shard, slot)):
+        for holder, block, data in list(parity_blocks(group, slots)):
             member = group.members[holder]
-            place = _chunk(by_shard[member.shard], slot, member.blocks + block)
+            place = chunk_of(arenas[member.shard], slot, member.blocks + block)
             place[: len(data)] = data
             place[len(data) :] = 0
 
@@ -192,26 +150,25 @@ def holdings(job: Job) -> list[ArenaLayout]:
 
 
 def file_groups(job: Job) -> list[ParityGroup]:
-    held = holdings(job)
-    return (node_groups(held) if job.modes.node else []) + peer_groups(held, job.modes)
+    """Parity groups of the job whose blocks are in files."""
+    return holding_groups(holdings(job), job.modes)
 
 
-def protect(job: Job, arenas: dict[int, Arena], slot: int, iteration: int, index: int) -> None:
+def _protect(job: Job, arenas: dict[str, Arena], slot: int, iteration: int, index: int) -> None:
     """Parity files and packages of what is in ``slot``."""
-    by_shard = {arena.manifest.shard: arena for arena in arenas.values()}
     for group in file_groups(job):
         files = []
         for holder, member in enumerate(group.members):
-            path = parity_path(by_shard[member.shard].path, group.mode, index)
+            path = parity_path(arenas[member.shard].path, group.mode, index)
             files.append(ParityFile.create(path, group, holder))
             files[-1].begin(SnapshotId(LINEAGE, iteration))
-        for holder, block, data in _blocks(group, by_shard, slot):
+        for holder, block, data in parity_blocks(group, {shard: (arena, slot) for shard, arena in arenas.items()}):
             files[holder].put(block, data)
         for file in files:
             file.seal()
             file.close()
     for shard, nodes in mirrors(holdings(job), job.modes).items():
-        data = pack(by_shard[shard], slot)
+        data = pack(arenas[shard], slot)
         for node in nodes:
             store(job.node_dir(node), data)
 
@@ -226,13 +183,6 @@ def contents(job: Job, rank: int, iteration: int) -> bytes:
         return bytes(arena.slot(slot)[: arena.image.objects.begin + used])
 
 
-def slot_of(arena: Arena, iteration: int) -> int:
-    for snapshot, slot in arena.snapshots().items():
-        if snapshot.iteration == iteration:
-            return slot
-    raise AssertionError(f"{arena.path}: no slot with iteration {iteration}")
-
-
 def record_begin(job: Job, rank: int, iteration: int) -> int:
     """The offset of a snapshot's record in the control block, see FORMAT.md."""
     with closing(Arena.open(job.path(rank))) as arena:
@@ -241,9 +191,9 @@ def record_begin(job: Job, rank: int, iteration: int) -> int:
 
 
 def flip_chunk(job: Job, rank: int, iteration: int, chunk: int) -> None:
+    """One bit of a chunk goes bad."""
     with closing(Arena.open(job.path(rank))) as arena:
-        slot, begin = slot_of(arena, iteration), arena.image.chunks[chunk].begin
-    flip(job.path(rank) / slot_name(slot), begin + 17)
+        flip_slot(arena, slot_of(arena, iteration), arena.image.chunks[chunk].begin + 17)
 
 
 def restart(rank: int, world_size: int, job: Job, events: Path, on_lost: str = "fail") -> dict[str, Any]:

@@ -23,8 +23,8 @@ class Parts(NamedTuple):
     objects: Mapping[str, Any] | None = None
 
 
-ShardReconstruction = Callable[[int], Parts]
-"""Builds all of it; the number is that of the attempt: 0 without ftckpt, 1 and 2 with it."""
+Build = Callable[[int], Parts]
+"""Builds a job for an attempt: 0 without ftckpt, 1 and 2 with it."""
 
 
 def rows(parts: Parts, first: int, last: int, boundary: Callable[[int], object]) -> list[Any]:
@@ -39,14 +39,14 @@ def rows(parts: Parts, first: int, last: int, boundary: Callable[[int], object])
 
 
 def attach(parts: Parts, arena: str) -> tuple[Any, int]:
-    """A checkpointer that has restored, and the iteration to go on from."""
+    """A checkpointer that has restored, and the iteration to resume from."""
     config = Config(enabled=True, job="resuming", node="node", arena=arena, protect="none", interval=1)
     checkpointer = ftckpt.torch.attach(parts.model, parts.optimizer, parts.scheduler, parts.objects, config)
     assert checkpointer is not None
     return checkpointer, checkpointer.restore() or 0
 
 
-def resumed(build: ShardReconstruction, arena: str) -> tuple[int, bool]:
+def resumed(build: Build, arena: str) -> tuple[int, bool]:
     """The iteration that the second attempt resumes from, and whether both together have an unbroken run's bits."""
     unbroken = rows(build(0), 1, LAST, lambda iteration: None)
     found: list[Any] = []

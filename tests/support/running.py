@@ -103,7 +103,7 @@ class Running:
         assert self.output().count(text) >= times, self.output()
 
     def touch(self, name: str) -> None:
-        """Let scripts go on that wait for it."""
+        """Release scripts that wait for this file."""
         (self.here / name).touch()
 
     def report(self, attempt: int, rank: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from ftckpt.errors import CorruptError
 from ftckpt.events import Events
@@ -24,24 +23,21 @@ from ftckpt.memory.checks import CheckState
 from ftckpt.memory.directory import node_directory
 from ftckpt.memory.package import load, mirror_dir
 from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
-from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.codecs import encode
-from ftckpt.parity.groups import ParityGroup, mirrors, node_groups, peer_groups
+from ftckpt.parity.groups import ParityGroup, mirrors
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
-from ftckpt.parity.stripes import num_blocks, stripes
 from ftckpt.smp.channel import Deadlines, Delivery, Trust
 from ftckpt.smp.requests import BytesRequest
 from ftckpt.smp.server import Server
 from ftckpt.smp.task_queue import TaskQueue
 from ftckpt.units import rate
+from tests.support.snapshots import LINEAGE, fill, holding_groups, parity_blocks, slot_of
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
-LINEAGE = b"n" * 16
 CHUNK = 1 << 16
 SECRET = "5e" * 32
 QUICK = Deadlines(connect_secs=3.0, step_secs=3.0, idle_secs=60.0)
@@ -67,28 +63,6 @@ def manifest(rank: int, chunks: int, of: int, chunk_bytes: int = CHUNK) -> Manif
     own = Fragment.whole(f"own{rank}", "U8", (size,), Box((0,), (size,)))
     counter = Fragment.whole(f"counter{rank}", "U8", (70_000,), Box((0,), (70_000,)))
     return Manifest({"dp": rank}, {"dp": of}, (own,), (counter,), 4000, chunk_bytes)
-
-
-def fill(arena: Arena, slot: int, iteration: int, hashed: bool = False, lineage: bytes = LINEAGE) -> None:
-    """A snapshot of ``iteration``, as a trainer writes it."""
-    control, image = arena.control, arena.image
-    control.begin(slot)
-    bits = np.random.default_rng([iteration, xxhash.xxh32_intdigest(arena.manifest.shard.encode())])
-    with arena.slot(slot) as view:
-        for fragment, offset in zip(arena.manifest.fragments, image.offsets, strict=True):
-            view[offset : offset + fragment.nbytes] = bits.bytes(fragment.nbytes)
-        encoded = objects.encode({"bytes": bits.bytes(700)})
-        view[image.objects.begin : image.objects.begin + len(encoded)] = encoded
-    control.set_objects(slot, len(encoded), xxhash.xxh3_64_intdigest(encoded))
-    for chunk in range(len(image.chunks)) if hashed else ():
-        control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    control.seal(slot, SnapshotId(lineage, iteration), hashed)
-
-
-def flip(arena: Arena, slot: int, at: int) -> None:
-    """One bit of a slot goes bad."""
-    with arena.slot(slot) as view:
-        view[at] ^= 4
 
 
 class Node:
@@ -134,7 +108,7 @@ class Node:
         return len(states) == len(self.arenas) and min(states) >= CheckState.CHECKED
 
     def packages(self, iteration: int) -> list[str]:
-        """Shards of which a sound package of ``iteration`` is kept."""
+        """Shards with a verified package of ``iteration``."""
         shards = []
         for path in sorted(mirror_dir(self.dir).glob(f"*.{iteration}")):
             with suppress(CorruptError):
@@ -150,14 +124,13 @@ class Node:
 
 
 def groups_of(nodes: Sequence[Node], modes: Modes) -> list[ParityGroup]:
-    holdings = [holding for node in nodes for holding in node.holdings()]
-    return (node_groups(holdings) if modes.node else []) + peer_groups(holdings, modes)
+    return holding_groups([holding for node in nodes for holding in node.holdings()], modes)
 
 
 def describe(
     node: Node, nodes: Sequence[Node], modes: Modes, ports: dict[str, int], secret: str = SECRET, **settings: Any
 ) -> dict[str, Any]:
-    """What a trainer tells the SMP of ``node``."""
+    """The description that a trainer sends to the SMP of ``node``."""
     holdings = [holding for other in nodes for holding in other.holdings()]
     kept: dict[str, dict[str, int]] = {}
     most_bytes = {holding.shard: holding.package_bytes for holding in holdings}
@@ -189,13 +162,13 @@ def describe(
 class Smp:
     """Tasks of one node in a thread of this process."""
 
-    def __init__(self, node: Node, deadlines: Deadlines = QUICK) -> None:
+    def __init__(self, node: Node) -> None:
         self.node, self.events = node, Seen()
-        self.tasks = TaskQueue(node.dir, self.events, deadlines)
+        self.tasks = TaskQueue(node.dir, self.events, QUICK)
         self.tasks.trains = False  # checksums of all that is sealed, where no mark says what is whole
         self.find = self.tasks.service.find  # a test may put its own in front
         self.asked: list[BytesRequest] = []
-        self.server = Server({}, find=self._find, events=self.events, deadlines=deadlines)
+        self.server = Server({}, find=self._find, events=self.events, deadlines=QUICK)
         self.port = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -209,7 +182,7 @@ class Smp:
         return self.port
 
     def configure(self, description: dict[str, Any]) -> None:
-        """As the daemon takes a description over."""
+        """Applies a description as the daemon does."""
         self.tasks.configure(description)
         if self.server.port:
             self.server.listen("127.0.0.1", self.tasks.trust)
@@ -220,7 +193,7 @@ class Smp:
         return self
 
     def pause(self) -> None:
-        """Its loop stands still; it goes on with ``start``."""
+        """Stops its loop until ``start``."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(30)
@@ -236,7 +209,7 @@ class Smp:
         until(lambda: self.node.encoded(iteration), "encoded")
 
     def settle(self, looks: int = 4) -> None:
-        """Until it has looked so many times more, and found nothing to do: what it has not done it will not do."""
+        """Waits for so many scans that find nothing to do: what is not done then will not be."""
         enough = self._idle_looks + looks
         until(lambda: self._idle_looks >= enough or self.failures, "nothing to do")
 
@@ -328,26 +301,17 @@ def _read_descriptions(given: list[dict[str, Any]]) -> None:
 
 
 def check_parity(nodes: Sequence[Node], modes: Modes, iteration: int) -> int:
-    """Compute all parity of ``iteration`` anew and compare it; returns the number of blocks."""
+    """Compute all parity of ``iteration`` again and compare it; returns the number of blocks."""
     arenas = {arena.manifest.shard: arena for node in nodes for arena in node.arenas}
+    slots = {shard: (arena, slot_of(arena, iteration)) for shard, arena in arenas.items()}
     blocks = 0
     for group in groups_of(nodes, modes):
-        for holder, member in enumerate(group.members):
-            if num_blocks(group, holder):
-                blocks += _check_holder(arenas, group, holder, arenas[member.shard].path, iteration)
+        for holder, block, expected in parity_blocks(group, slots):
+            path = arenas[group.members[holder].shard].path
+            with closing(parity_of(path, group.mode, iteration, group.name)) as file:
+                assert file.holder == holder and file.verify(block) and np.array_equal(file.block(block), expected)
+            blocks += 1
     return blocks
-
-
-def _check_holder(arenas: dict[str, Arena], group: ParityGroup, holder: int, path: Path, iteration: int) -> int:
-    with closing(parity_of(path, group.mode, iteration, group.name)) as file:
-        assert file.holder == holder
-        for stripe in stripes(group):
-            data = [_chunk(arenas, group, index, chunk, iteration) for index, chunk in stripe.data]
-            for row, (index, block) in enumerate(stripe.blocks):
-                if index == holder:
-                    expected = encode(group.code, data, stripe.length, row, group.losses)
-                    assert file.verify(block) and np.array_equal(file.block(block), expected)
-        return file.num_blocks
 
 
 def parity_of(path: Path, mode: str, iteration: int, group: str = "") -> ParityFile:
@@ -359,14 +323,3 @@ def parity_of(path: Path, mode: str, iteration: int, group: str = "") -> ParityF
                 return file
             file.close()
     raise AssertionError(f"{path.name}: no {mode} parity of {iteration}: {list_parity(path.parent)}")
-
-
-def _chunk(
-    arenas: dict[str, Arena], group: ParityGroup, index: int, chunk: int, iteration: int
-) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-    if chunk < 0:
-        return None
-    arena = arenas[group.members[index].shard]
-    slots = [slot for snapshot, slot in arena.snapshots().items() if snapshot.iteration == iteration]
-    span = arena.image.chunks[group.members[index].first + chunk]
-    return np.frombuffer(arena.slot(slots[0]), np.uint8, span.nbytes, span.begin)

@@ -36,7 +36,7 @@ class SmpSite:
         return find_or_start(self.node_dir, self.root, JOB, NODE, idle_secs=idle_secs)
 
     def description(self, **settings: Any) -> dict[str, Any]:
-        """What a leader tells, of a node without arenas."""
+        """The description that a leader sends, for a node without arenas."""
         return {
             "job": JOB, "node": NODE, "secret": SECRET.hex(), "peers": {}, "places": {}, "groups": [],
             "mirror_from": {}, "settings": settings,
@@ -47,7 +47,7 @@ class SmpSite:
         return {**self.description(), "address": host, "port": port}
 
     def command(self, *more: str) -> list[str]:
-        """What a person types to start one."""
+        """The command line that starts one."""
         named = ["--job", JOB, "--node", NODE, "--arena", str(self.root)]
         return [sys.executable, "-m", "ftckpt.smp", *named, *more]
 
@@ -66,7 +66,7 @@ class SmpSite:
 
 @contextmanager
 def site_at(root: Path) -> Iterator[SmpSite]:
-    """A node's directory; at the end its SMP must be gone, or go."""
+    """A node's directory; at the end its SMP must have ended, or end."""
     site = SmpSite(root)
     try:
         yield site
@@ -95,20 +95,20 @@ def _want_unless_bare(delivery: RepeatedDelivery[Any], value: Any) -> None:
 
 
 def lives_on(node_dir: Path, secs: float) -> None:
-    """Until the SMP gives a sign of life that is so much later, and has looked at its trainers meanwhile."""
+    """Waits for a heartbeat of the SMP that is so much later, by which it has scanned its trainers."""
     pulse, begin = Heartbeat.open(node_dir, None), time.monotonic()
-    until(lambda: time.monotonic() - begin - pulse.smp()[1] >= secs, "the SMP lives on")
+    until(lambda: time.monotonic() - begin - pulse.smp_age_secs() >= secs, "the SMP lives on")
 
 
 def answers(client: SmpClient) -> bool:
     """Whether the SMP is there: its socket is before it answers."""
     with suppress(SmpError):
-        return bool(client.hello()["pid"])
+        return bool(client.status()["pid"])
     return False
 
 
 def send(node_dir: Path, body: bytes) -> dict[str, Any]:
-    """What the SMP answers to a frame with this body; nothing where it hangs up."""
+    """The SMP's answer to a frame with this body; empty where it disconnects."""
     try:
         with closing(connect(node_dir, 20)) as channel:
             channel.greet(Trust(), time.monotonic() + 20)

@@ -27,7 +27,7 @@ from tests.support.waiting import until
 BUCKET, REGION = "bucket", "us-east-1"
 PACKAGES = "swift-proxy swift-account swift-container swift-object memcached"
 REFUSES, TAKES = "refuses conditions", "takes conditions"
-"""Swift as it is, and as a store that accepts a condition and does not always keep to it."""
+"""Swift as it is, and as a store that accepts a condition and does not always honor it."""
 SERVERS = (REFUSES, TAKES)
 _START_SECS = 30.0
 _KINDS = ("account", "container", "object")
@@ -103,15 +103,15 @@ def filter_factory(global_conf, **options):
 
 
 def committed(storage: Storage) -> list[int]:
-    """The iterations of which there is a checkpoint under its own name, newest first."""
+    """The iterations with a checkpoint under its own name, newest first."""
     return [name.iteration for name in checkpoints(storage) if not name.generation]
 
 
 class S3Server:
     """Five processes of Swift that serve a bucket ``BUCKET``; ``crash`` and ``start`` again as often as wanted.
 
-    It keeps what it has over SIGKILL, checks signatures, and refuses conditional writes. With ``conditional`` it
-    takes ``If-None-Match: *``, which its object server honours, but not where two writers come at once.
+    Its objects survive SIGKILL; it checks signatures, and refuses conditional writes. With ``conditional`` it takes
+    ``If-None-Match: *``, which its object server honours, but not where two writers come at once.
     """
 
     def __init__(self, folder: Path, conditional: bool) -> None:
@@ -160,7 +160,7 @@ class S3Server:
         }  # fmt: skip
 
     def make_bucket(self) -> None:
-        """By Swift's own interface: obstore makes none."""
+        """Creates the bucket by Swift's own interface: obstore has no call for it."""
         account = {"X-Auth-User": "test:tester", "X-Auth-Key": "testing"}
         ask = urllib.request.Request(f"{self._url}/auth/v1.0", headers=account)
         with urllib.request.urlopen(ask, timeout=10) as answer:

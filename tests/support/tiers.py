@@ -1,4 +1,4 @@
-"""Which cases of a table run by default: those that guard what the others do not; the rest is ``slow``."""
+"""Selects the cases of a table that run by default: those that guard what others do not. Others are ``slow``."""
 
 from __future__ import annotations
 

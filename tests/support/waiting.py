@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def until(condition: Callable[[], object], what: str | Callable[[], str] = "", secs: float = 60.0) -> float:
-    """Seconds until ``condition`` held; an AssertionError that names ``what`` where it does not within ``secs``."""
+    """Waits until ``condition`` is true and returns the seconds; after ``secs`` an AssertionError names ``what``."""
     begin = time.monotonic()
     while not condition():
         if time.monotonic() - begin >= secs:

@@ -7,16 +7,15 @@ others are sharded along their first dimension.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
 
-from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Box, Shape
+from ftckpt.errors import ConvertError, SpecError
+from ftckpt.model.fragment import Shape
 from ftckpt.universal.catalog import Catalog
-from ftckpt.universal.language.placing import BoxMap, Placement
+from ftckpt.universal.language.placing import Placement, place_parts, place_whole
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
@@ -31,12 +30,6 @@ _REFUSED = "autotp_unsupported_parameter_patterns"
 Info = Mapping[str, Any]
 
 
-def whole(name: str, shape: Shape, padded: bool = False) -> Placement:
-    """The placement of a parameter that each rank holds completely."""
-    box = Box((0,) * len(shape), shape)
-    return Placement(name, shape, (BoxMap(box, box),), False, padded)
-
-
 def place_by_info(info: Info, name: str, shapes: Sequence[Shape]) -> list[Placement]:
     """The placement of each tensor-parallel rank's part; ``shapes`` are the shapes of the parts.
 
@@ -46,15 +39,26 @@ def place_by_info(info: Info, name: str, shapes: Sequence[Shape]) -> list[Placem
     for pattern, reason in dict(info.get(_REFUSED) or {}).items():
         if re.match(pattern, name):
             raise ConvertError(f"{name}: the checkpoint marks its sharding as unsupported: {reason}")
-    if len(shapes) == 1 or is_in(info, REPLICATED, name) or is_in(info, AVERAGED, name):
+    vocabulary = _vocabulary(info, name)
+    try:
+        if len(shapes) > 1 and not is_in(info, REPLICATED, name) and not is_in(info, AVERAGED, name):
+            return place_parts(name, shapes, *_division(info, name, shapes), vocabulary)
         if len(set(shapes)) > 1:
-            raise ConvertError(f"{name}: is listed as replicated, but shapes differ on ranks: {list(shapes)}")
-        placed = whole(name, shapes[0])
-        placements = [Placement(name, placed.shape, placed.boxes, is_in(info, AVERAGED, name), False)] * len(shapes)
-    else:
-        dim, widths = _division(info, name, shapes)
-        placements = _divided(name, shapes, dim, widths)
-    return _without_padding(info, name, placements)
+            raise SpecError(f"is listed as replicated, but shapes differ on ranks: {list(shapes)}")
+        placed = place_whole(name, shapes[0], vocabulary)
+    except SpecError as error:
+        raise ConvertError(f"{name}: {error}") from None
+    return [replace(placed, average=is_in(info, AVERAGED, name))] * len(shapes)
+
+
+def _vocabulary(info: Info, name: str) -> int | None:
+    """The rows of a vocabulary without its padding, which depends on the layout; None for another parameter."""
+    if not is_in(info, VOCABULARY, name):
+        return None
+    rows = info.get(_VOCABULARY_SIZE)
+    if type(rows) is not int:
+        raise ConvertError(f"{name}: {_VOCABULARY_SIZE} is {rows!r}, not a number of rows")
+    return rows
 
 
 def is_in(info: Info, field: str, name: str) -> bool:
@@ -86,12 +90,12 @@ def _division(info: Info, name: str, shapes: Sequence[Shape]) -> tuple[int, list
     if patterned is None:
         dim = 1 if is_in(info, ROWS, name) else 0
         if len(shapes[0]) <= dim:
-            raise ConvertError(f"{name}: ranks divide dimension {dim} of {shapes[0]}, which has no such dimension")
+            raise SpecError(f"ranks divide dimension {dim} of {shapes[0]}, which has no such dimension")
         return dim, [[shape[dim] for shape in shapes]]
     pattern, entry = patterned
     dim, sizes = int(field(entry, "partition_dim")), field(entry, "shape")
     if not 0 <= dim < min(len(sizes), len(shapes[0])):
-        raise ConvertError(f"{name}: its sub-parameters divide dimension {dim} of {shapes[0]}")
+        raise SpecError(f"its sub-parameters divide dimension {dim} of {shapes[0]}")
     stated = sizes[dim]
     total = sum(shape[dim] for shape in shapes)
     recorded = (info.get(WIDTHS) or {}).get(pattern)
@@ -107,56 +111,8 @@ def _division(info: Info, name: str, shapes: Sequence[Shape]) -> tuple[int, list
     return dim, widths
 
 
-def _divided(name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> list[Placement]:
-    wholes = [sum(part) for part in widths]
-    shape = (*shapes[0][:dim], sum(wholes), *shapes[0][dim + 1 :])
-    placements = []
-    for rank, local in enumerate(shapes):
-        if any(len(part) != len(shapes) for part in widths) or sum(part[rank] for part in widths) != local[dim]:
-            raise ConvertError(
-                f"{name}: rank {rank} holds {local[dim]} entries of dimension {dim}; the checkpoint lists "
-                f"{[part[rank] for part in widths if rank < len(part)]}"
-            )
-        if local[:dim] + local[dim + 1 :] != shape[:dim] + shape[dim + 1 :]:
-            raise ConvertError(f"{name}: shapes of tensor-parallel ranks are inconsistent: {list(shapes)}")
-        boxes = []
-        firsts = accumulate((part[rank] for part in widths), initial=0)
-        for part, begin, first in zip(widths, accumulate(wholes, initial=0), firsts, strict=False):
-            if part[rank]:
-                at = begin + sum(part[:rank])
-                size = (*local[:dim], part[rank], *local[dim + 1 :])
-                boxes.append(BoxMap(Box(_at(local, dim, first), size), Box(_at(local, dim, at), size)))
-        placements.append(Placement(name, shape, tuple(boxes), False, False))
-    return placements
-
-
-def _at(shape: Shape, dim: int, offset: int) -> Shape:
-    return tuple(offset if axis == dim else 0 for axis in range(len(shape)))
-
-
-def _without_padding(info: Info, name: str, placements: list[Placement]) -> list[Placement]:
-    """Removes the rows that pad a vocabulary: their number depends on the layout."""
-    if not is_in(info, VOCABULARY, name):
-        return placements
-    rows, shape = info.get(_VOCABULARY_SIZE), placements[0].shape
-    if type(rows) is not int or not 0 < rows <= shape[0]:
-        raise ConvertError(f"{name}: {_VOCABULARY_SIZE} is {rows!r}; it has {shape[0]} rows")
-    return [
-        Placement(name, (rows, *shape[1:]), tuple(_cut(box_map, rows) for box_map in each.boxes), each.average, True)
-        for each in placements
-    ]
-
-
-def _cut(box_map: BoxMap, rows: int) -> BoxMap:
-    rows_left = max(0, min(box_map.box.shape[0], rows - box_map.box.offset[0]))
-    size = (rows_left, *box_map.box.shape[1:])
-    # A part that is all padding has no elements; its offset must still be inside the tensor.
-    offset = box_map.box.offset if math.prod(size) else (0,) * len(size)
-    return BoxMap(Box(box_map.local.offset, size), Box(offset, size))
-
-
 _CAT_DIM, _PARTS, _SUB_SHAPE, _VOCABULARY = "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor"
-_SUBPARAM_CLASS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+SUB_PARAMETERS_CLASS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
 
 
 class Division:
@@ -186,7 +142,7 @@ class Division:
         elif is_in(self._info, HALVES, name):
             fields = {_CAT_DIM: 0, _PARTS: 2}
         elif sub is not None:
-            fields = {_SUB_SHAPE: {"class": _SUBPARAM_CLASS, **_fields(sub[1])}}
+            fields = {_SUB_SHAPE: {"class": SUB_PARAMETERS_CLASS, **_fields(sub[1])}}
         elif self._info:
             fields = {_CAT_DIM: 1 if is_in(self._info, ROWS, name) else 0}
         else:

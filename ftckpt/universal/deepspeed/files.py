@@ -65,7 +65,6 @@ _KINDS = {
     "expert": re.compile(r"layer_(?P<layer>\d+)_expert_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     "experts": re.compile(r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
 }
-_KNOWN = {"deepspeed.checkpoint.universal_checkpoint.SubparamShape"}
 
 
 @dataclass(frozen=True, order=True)
@@ -109,19 +108,14 @@ class Files:
         """The files with the engine's state."""
         return self.of("model") or self.of("partition")
 
-    def stage(self, place: FileNumbers) -> tuple[int, int]:
-        """Pipeline stage and tensor-parallel rank of a file that has ``mp``."""
-        return divmod(place.mp, self.tp)
-
-
-def load_value(path: Path) -> Any:
-    """The value of a DeepSpeed file, its tensors mapped. Raises ConvertError."""
-    return pickles.load(path, {name: pickles.stand_in(name) for name in _KNOWN})
+    def coords(self, place: FileNumbers) -> tuple[tuple[str, int]]:
+        """The tensor-parallel rank of a file."""
+        return (("tp", place.mp % self.tp),)
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a DeepSpeed file, its tensors mapped. Raises ConvertError, also for another value."""
-    value = load_value(path)
+    value = pickles.load(path)
     if not isinstance(value, dict):
         raise ConvertError(
             f"{path} holds {with_article(type(value).__name__)}, not the mapping that DeepSpeed writes"

@@ -20,29 +20,13 @@ from ftckpt.model.fragment import Shape
 from ftckpt.model.text import with_article
 from ftckpt.universal.deepspeed.files import Files
 from ftckpt.universal.foreign import archives
+from ftckpt.universal.foreign.slices import ParameterSlice
 
 Shapes = Mapping[str, Shape]
 Values = Mapping[str, tuple[torch.Tensor, bool]]
 """Role → flat values, and whether they are one number for the complete flat tensor."""
+_REMEDY = "save with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
-
-
-@dataclass(frozen=True)
-class ParameterSlice:
-    """Elements in a file, from ``first`` on, of a tensor-parallel rank's flattened part of a parameter.
-
-    ``shape``: the shape of the part. ``is_number``: a single number for the complete parameter, such as a step.
-    """
-
-    role: str
-    name: str
-    stage: int
-    tp: int
-    shape: Shape
-    first: int
-    values: torch.Tensor
-    path: Path
-    is_number: bool = False
 
 
 class _Part(NamedTuple):
@@ -75,7 +59,6 @@ def read_partitions(files: Files) -> Iterator[ParameterSlice]:
     shapes = parameter_shapes(files)
     for mp in range(files.pp * files.tp):
         ranks = [(path, files.load(path)) for place, path in files.of("zero") if place.mp == mp]
-        stage, tp = divmod(mp, files.tp)
         if mp not in shapes:
             raise ConvertError(
                 f"{files.path}: mp_rank {mp} has optimizer partitions, but no param_shapes to cut them by"
@@ -84,7 +67,7 @@ def read_partitions(files: Files) -> Iterator[ParameterSlice]:
         # The name of masters under ZeRO 3; under ZeRO 1 and 2 it is ``single_partition_of_fp32_groups``.
         read = _read_stage3 if "fp32_flat_groups" in states[0][1] else _read_stage12
         for part in read(files, shapes[mp], states):
-            yield replace(part, stage=stage, tp=tp)
+            yield replace(part, coords=(("tp", mp % files.tp),))
 
 
 def _state(path: Path, value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -246,7 +229,7 @@ def _cut(path: Path, name: str, shape: Shape, part: _Part, values_of: Values) ->
         if not is_number and high > values.numel():
             raise ConvertError(f"{path}: {role} has {values.numel()} elements; {name} needs those {low} to {high}")
         elements = values if is_number else values[low:high]
-        yield ParameterSlice(role, name, 0, 0, shape, 0 if is_number else first, elements, path, is_number)
+        yield ParameterSlice(role, name, (), shape, elements, path, 0 if is_number else first, is_number)
 
 
 def _check_slice(path: Path, name: str, slices: Any, start: int, numel: int) -> None:
@@ -269,46 +252,39 @@ def read_plain(files: Files, weights: Sequence[ParameterSlice]) -> Iterator[Para
         ConvertError: the optimizer's parameters cannot be identified.
     """
     for tp in range(files.tp):
-        optimizers: list[tuple[Path, int, Mapping[str, Any]]] = []
-        for numbers, path in files.of("model"):
-            stage, rank = files.stage(numbers)
-            optimizer = files.load(path).get("optimizer")
-            if rank == tp and optimizer is not None:
-                optimizers.append((path, stage, optimizer))
+        mine = [(path, files.load(path).get("optimizer")) for at, path in files.of("model") if at.mp % files.tp == tp]
+        optimizers = [(path, optimizer) for path, optimizer in mine if optimizer is not None]
         if not optimizers:
             continue
         if files.of("experts"):
             raise ConvertError(f"{optimizers[0][0]}: without ZeRO the optimizer of a model with experts has no names")
-        names = [weight for weight in weights if weight.tp == tp and weight.role == "weight"]
-        slots = [slot for path, stage, optimizer in optimizers for slot in _slots(path, stage, optimizer, names)]
-        chosen = _only_way([slot[0] for slot in slots], [weight.shape for weight in names])
-        if chosen is None:
+        names = [weight for weight in weights if weight.coords == (("tp", tp),) and weight.role == "weight"]
+        slots = [slot for path, optimizer in optimizers for slot in _slots(path, optimizer, names)]
+        pairs = list(zip(names, slots, strict=False))
+        if len(slots) != len(names) or any(slot[0] not in (None, weight.shape) for weight, slot in pairs):
             raise ConvertError(
                 f"{optimizers[0][0]}: the optimizer has state of {len(slots)} parameters, the model has "
-                f"{len(names)}, and shapes do not identify them; save with ZeRO 1, which writes names, or convert "
-                "the weights alone with --roles weight"
+                f"{len(names)}, and shapes do not identify them; {_REMEDY}"
             )
-        for index, (shape, path, stage, values_of) in zip(chosen, slots, strict=True):
-            name = names[index].name
+        for weight, (_, path, values_of) in pairs:
             for role, (values, is_number) in values_of.items():
-                yield ParameterSlice(role, name, stage, tp, shape or names[index].shape, 0, values, path, is_number)
+                yield replace(weight, role=role, values=values, file=path, is_number=is_number)
 
 
-_Slot = tuple[Shape | None, Path, int, dict[str, tuple[torch.Tensor, bool]]]
-"""Optimizer state of a parameter: its shape if known, file, stage, and values by role."""
+_Slot = tuple[Shape | None, Path, Values]
+"""Optimizer state of a parameter: its shape if known, file, and values by role."""
 
 
-def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence[ParameterSlice]) -> list[_Slot]:
+def _slots(path: Path, optimizer: Mapping[str, Any], names: Sequence[ParameterSlice]) -> list[_Slot]:
     inner = optimizer.get("optimizer_state_dict", optimizer)
     groups, states = inner.get("param_groups") or [], inner.get("state") or {}
     if len(groups) != 1:
         raise ConvertError(
-            f"{path}: the optimizer has {len(groups)} groups of parameters, and the file does not name them; save "
-            "with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
+            f"{path}: the optimizer has {len(groups)} groups of parameters, which the file does not name; {_REMEDY}"
         )
     flats = optimizer.get("fp32_groups_flat")
     if flats is not None:
-        return _flat_slots(path, stage, flats[0], states.get(0, {}), names)
+        return _flat_slots(path, flats[0], states.get(0, {}), names)
     masters = (optimizer.get("fp32_groups") or [[None] * len(groups[0]["params"])])[0]
     slots: list[_Slot] = []
     for number, master in zip(groups[0]["params"], masters, strict=True):
@@ -320,23 +296,20 @@ def _slots(path: Path, stage: int, optimizer: Mapping[str, Any], names: Sequence
             values_of["master"] = (archives.flat(master, f"master of parameter {number}"), False)
         for role, value in state.items():
             size = math.prod(shape) if shape is not None else 1
-            values_of |= (
-                {role: state_values(f"{path}: {role} of parameter {number}", value, (size,))}
-                if value is not None
-                else {}
-            )
-        slots.append((shape, path, stage, values_of))
+            if value is not None:
+                values_of[role] = state_values(f"{path}: {role} of parameter {number}", value, (size,))
+        slots.append((shape, path, values_of))
     return slots
 
 
 def _flat_slots(
-    path: Path, stage: int, flat: torch.Tensor, state: Mapping[str, Any], names: Sequence[ParameterSlice]
+    path: Path, flat: torch.Tensor, state: Mapping[str, Any], names: Sequence[ParameterSlice]
 ) -> list[_Slot]:
     """Slots of a fused optimizer's flat tensor: all parameters, concatenated in the module's order."""
     if flat.numel() != sum(math.prod(weight.shape) for weight in names):
         raise ConvertError(
             f"{path}: the optimizer has one flat tensor of {flat.numel()} elements, which are not those of all "
-            "parameters; save with ZeRO 1, which writes names, or convert the weights alone with --roles weight"
+            f"parameters; {_REMEDY}"
         )
     values_of = {"master": (archives.flat(flat, "masters"), False)}
     values_of |= {role: state_values(f"{path}: {role}", value, (flat.numel(),)) for role, value in state.items()}
@@ -345,34 +318,10 @@ def _flat_slots(
     for weight in names:
         end = begin + math.prod(weight.shape)
         parts = {role: (v if number else v[begin:end], number) for role, (v, number) in values_of.items()}
-        slots.append((weight.shape, path, stage, parts))
+        slots.append((weight.shape, path, parts))
         begin = end
     return slots
 
 
 def _has_dims(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _only_way(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The ascending indices of ``shapes`` that match ``slots``, if there is exactly one such choice."""
-    first = _match(slots, shapes)
-    # The earliest and the latest choice: if they are equal there is no other.
-    last = _match(slots[::-1], shapes[::-1])
-    if first is None or last is None:
-        return None
-    return first if first == [len(shapes) - 1 - index for index in reversed(last)] else None
-
-
-def _match(slots: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The earliest ascending indices of ``shapes`` that match ``slots``, None if there are none."""
-    indices: list[int] = []
-    index = 0
-    for slot in slots:
-        while index < len(shapes) and slot is not None and shapes[index] != slot:
-            index += 1
-        if index == len(shapes):
-            return None
-        indices.append(index)
-        index += 1
-    return indices

@@ -7,26 +7,24 @@ else the checkpoint's ``universal_checkpoint_info``, describes tensor-parallel s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Box, Fragment, Shape
+from ftckpt.model.fragment import Shape
 from ftckpt.model.text import with_article
-from ftckpt.universal.catalog import Catalog, Reader, dtype_name
-from ftckpt.universal.consolidation import take
-from ftckpt.universal.deepspeed.division import place_by_info, whole
+from ftckpt.universal.catalog import FileReader, needs_optimizer
+from ftckpt.universal.consolidation import derived_weights
+from ftckpt.universal.deepspeed.division import place_by_info
 from ftckpt.universal.deepspeed.files import FileNumbers, Files, find_files, iteration_of, objects_of, precision
-from ftckpt.universal.deepspeed.optimizers import ParameterSlice, parameter_shapes, read_partitions, read_plain
+from ftckpt.universal.deepspeed.optimizers import parameter_shapes, read_partitions, read_plain
 from ftckpt.universal.foreign import archives
-from ftckpt.universal.language.placing import BoxMap, LocalTensor, Placement, place
+from ftckpt.universal.foreign.slices import ParameterSlice, stored_in
+from ftckpt.universal.language.placing import LocalTensor, Placement, place, place_whole
 from ftckpt.universal.language.spec import Spec
-from ftckpt.universal.storage import fingerprint_of
 
 _TIED = "tied_modules."
 _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
@@ -52,11 +50,10 @@ def read_weights(files: Files) -> Iterator[ParameterSlice]:
         for name, tensor in flat_module(path, files.load(path)):
             full_name = _layer_name(path, numbers.layer, name, tuple(tensor.shape), by_tp.get(numbers.mp, {}))
             role = "buffer" if full_name in buffers else "weight"
-            # Stage 0: layer files and numbers do not depend on stages.
-            yield _slice(role, full_name, (0, numbers.mp), tensor, path)
+            yield ParameterSlice.whole(role, full_name, files.coords(numbers), tensor, path)
     for numbers, path in files.of("expert"):
         for name, tensor in flat_module(path, files.load(path)):
-            yield _slice("weight", name, files.stage(numbers), tensor, path)
+            yield ParameterSlice.whole("weight", name, files.coords(numbers), tensor, path)
 
 
 def flat_module(path: Path, module: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,14 +89,14 @@ def _of_module(
     seen: set[tuple[int, Shape]] = set()
     for name, tensor in flat_module(path, module):
         if name in buffers:
-            yield _slice("buffer", name, files.stage(numbers), tensor, path)
+            yield ParameterSlice.whole("buffer", name, files.coords(numbers), tensor, path)
             continue
         # Tied weights share a storage in the file, and so an address.
         where = (tensor.data_ptr(), tuple(tensor.shape))
         if name in elsewhere or name in shared or (tensor.numel() and where in seen):
             continue  # in ZeRO 3 partitions, or another name of a weight that was yielded
         seen.add(where)
-        yield _slice("weight", name, files.stage(numbers), tensor, path)
+        yield ParameterSlice.whole("weight", name, files.coords(numbers), tensor, path)
 
 
 def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[ParameterSlice]:
@@ -107,7 +104,6 @@ def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[Paramete
     state = files.load(path)
     if not files.of("partition"):
         return
-    stage, tp = files.stage(numbers)
     fragments = state.get("frozen_param_fragments") or {}
     for name, sizes in (state.get("frozen_param_shapes") or {}).items():
         shape = tuple(map(int, sizes))
@@ -117,9 +113,8 @@ def _frozen(files: Files, numbers: FileNumbers, path: Path) -> Iterator[Paramete
         first = numbers.dp * fragment.numel()
         length = max(0, min(fragment.numel(), math.prod(shape) - first))
         if length:
-            yield ParameterSlice(
-                "weight", name, stage, tp, shape, first, archives.flat(fragment, name)[:length], path
-            )
+            values = archives.flat(fragment, name)[:length]
+            yield ParameterSlice("weight", name, files.coords(numbers), shape, values, path, first)
 
 
 def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping[str, Shape]) -> str:
@@ -135,97 +130,43 @@ def _layer_name(path: Path, layer: int, name: str, shape: Shape, shapes: Mapping
     return fitting[0] if fitting else numbered
 
 
-def _slice(role: str, name: str, ranks: tuple[int, int], tensor: torch.Tensor, path: Path) -> ParameterSlice:
-    stage, tp = ranks
-    return ParameterSlice(role, name, stage, tp, tuple(tensor.shape), 0, archives.flat(tensor, name), path)
-
-
 INFO = "universal_checkpoint_info"
 
 
-@dataclass(frozen=True)
-class _Elements:
-    """Elements of a file's tensor: all ``values``, or those of a box."""
-
-    values: torch.Tensor
-    positions: tuple[Shape, Box, int] | None
-    """If they are not contiguous: the tensor's shape, the box in it, and the flat position of ``values[0]``."""
-
-
-class DeepSpeedReader(Reader):
+class DeepSpeedReader(FileReader):
     """Reads the checkpoint in ``path``, the directory of a tag or of several with a file ``latest``.
 
     ``spec`` describes the tensor-parallel sharding; without it the checkpoint must. ``roles``: None for all. Without
     ZeRO the optimizer is skipped if they are only weights and buffers.
-
-    Raises:
-        ConvertError: files are missing, contradict each other, or hold tensors that cannot be placed; the text names
-            file and tensor.
     """
 
-    def __init__(self, path: Path, spec: Spec | None = None, roles: Iterable[str] | None = None) -> None:
-        self._files = files = find_files(path)
-        wanted = None if roles is None else set(roles)
-        slices = _all_slices(files, wanted)
-        places = _places(files, slices, spec)
-        fragments: list[Fragment] = []
-        self._reads: list[_Elements] = []
-        self._paths: list[Path] = []
-        averaged: set[str] = set()
-        padded: set[str] = set()
-        for each in slices:
-            placed = places.get(_place_key(each))
-            if placed is None:
-                continue
-            for fragment, read in _fragments(each, placed):
-                fragments.append(fragment)
-                self._reads.append(read)
-                self._paths.append(each.path)
-                if not each.is_number:
-                    averaged |= {fragment.key} if placed.average else set()
-                    padded |= {fragment.key} if placed.padded else set()
-        path = files.models()[0][1]
-        state = files.load(path)
-        self.catalog = Catalog(
+    def __init__(self, path: Path, spec: Spec | None = None, roles: Collection[str] | None = None) -> None:
+        files = find_files(path)
+        parts = _all_slices(files, roles)
+        places = _places(files, parts, spec)
+        placed = ((each, places.get(_place_key(each))) for each in parts)
+        stored = [one for each, place in placed if place is not None for one in stored_in(each, place, each.role)]
+        first = files.models()[0][1]
+        state = files.load(first)
+        cast = precision(state.get("ds_config"))
+        super().__init__(
+            files.path,
+            stored,
+            (file for kind in files.kinds for _, file in files.of(kind)),
             origin="deepspeed",
-            iteration=iteration_of(state.get("global_steps", state.get("iteration")), path),
+            iteration=iteration_of(state.get("global_steps", state.get("iteration")), first),
             layout=_layout(files),
-            fragments=tuple(fragments),
-            objects={"deepspeed": _objects(files), "precision": _precision(files)},
-            padded=frozenset(padded),
-            average=frozenset(averaged),
-            derived=_derived(files, fragments),
+            objects={"deepspeed": _objects(files), "precision": cast},
+            derived=derived_weights({each.fragment.key for each in stored}, cast),
         )
 
-    def read(self, index: int) -> Bytes:
-        if not self._files.loaded:
-            raise ConvertError(f"{self._files.path}: was closed")
-        archives.check(self._reads[index].values, self.catalog.fragments[index].key)
-        data: Bytes = self._reads[index].values.contiguous().view(torch.uint8).numpy()
-        positions = self._reads[index].positions
-        if positions is None:
-            return data
-        shape, box, first = positions
-        return take(data, shape, box, first, first + len(self._reads[index].values))
 
-    def where(self, index: int) -> Path:
-        """The file that holds a fragment."""
-        return self._paths[index]
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(path for kind in self._files.kinds for _, path in self._files.of(kind))
-
-    def close(self) -> None:
-        self._files.loaded.clear()
-        self._reads.clear()
-
-
-def _all_slices(files: Files, roles: set[str] | None) -> list[ParameterSlice]:
+def _all_slices(files: Files, roles: Collection[str] | None) -> list[ParameterSlice]:
     _refuse_unknown(files)
     slices = list(read_weights(files))
     if files.of("zero"):
         slices += list(read_partitions(files))
-    elif roles is None or roles - {"weight", "buffer"}:
+    elif needs_optimizer(roles):
         slices += list(read_plain(files, slices))
     _check_layers(files, slices)
     return slices
@@ -234,10 +175,11 @@ def _all_slices(files: Files, roles: set[str] | None) -> list[ParameterSlice]:
 def _check_layers(files: Files, slices: Sequence[ParameterSlice]) -> None:
     """Raises ConvertError if a layer's file is missing: parameter-free layers have none, so weights are compared."""
     if files.of("layer"):
-        weights = {(each.name, each.tp) for each in slices if each.role == "weight"}
+        weights = {(each.name, each.coords) for each in slices if each.role == "weight"}
         for each in slices:
-            if each.role == "master" and (each.name, each.tp) not in weights:
-                raise ConvertError(f"{files.path}: no layer_… file of tp {each.tp} holds the weight {each.name}")
+            if each.role == "master" and (each.name, each.coords) not in weights:
+                where = " ".join(f"{axis} {at}" for axis, at in each.coords)
+                raise ConvertError(f"{files.path}: no layer_… file of {where} holds the weight {each.name}")
 
 
 def _refuse_unknown(files: Files) -> None:
@@ -248,7 +190,7 @@ def _refuse_unknown(files: Files) -> None:
 
 
 def _place_key(part: ParameterSlice) -> tuple[str, int, bool]:
-    return part.name, part.tp, part.role == "buffer"
+    return part.name, dict(part.coords)["tp"], part.role == "buffer"
 
 
 def _places(
@@ -256,10 +198,10 @@ def _places(
 ) -> dict[tuple[str, int, bool], Placement]:
     shapes: dict[tuple[str, int, bool], tuple[Shape, Path]] = {}
     for each in slices:
-        shape, path = shapes.setdefault(_place_key(each), (each.shape, each.path))
+        shape, path = shapes.setdefault(_place_key(each), (each.shape, each.file))
         if shape != each.shape:
-            raise ConvertError(f"{each.name} is {each.shape} in {each.path} and {shape} in {path}")
-    places = {key: whole(key[0], shape) for key, (shape, _) in shapes.items() if key[2]}
+            raise ConvertError(f"{each.name} is {each.shape} in {each.file} and {shape} in {path}")
+    places = {key: place_whole(key[0], shape) for key, (shape, _) in shapes.items() if key[2]}
     names = sorted({(name, tp) for name, tp, is_buffer in shapes if not is_buffer})
     first = files.load(files.models()[0][1])
     if spec is not None:
@@ -289,37 +231,6 @@ def _arguments(state: Mapping[str, Any]) -> dict[str, Any]:
     """The command-line arguments that the training script stored in the checkpoint."""
     args = state.get("args") or {}
     return dict(args) if isinstance(args, Mapping) else dict(vars(args))
-
-
-def _fragments(part: ParameterSlice, placed: Placement) -> Iterable[tuple[Fragment, _Elements]]:
-    key, dtype = f"{part.role}/{placed.name}", dtype_name(part.values, part.path)
-    if part.is_number:
-        yield Fragment.whole(key, dtype, *placed.of_number(part.shape)), _Elements(part.values, None)
-        return
-    for box_map in placed.boxes:
-        start, stop = box_map.within(part.shape, part.first, part.first + part.values.numel())
-        if start < stop:
-            yield Fragment(key, dtype, placed.shape, box_map.box, start, stop), _elements(part, box_map, start, stop)
-
-
-def _elements(part: ParameterSlice, box_map: BoxMap, start: int, stop: int) -> _Elements:
-    local = box_map.local
-    # Smaller than the part in an inner dimension: its elements are not contiguous.
-    if local.shape[1:] != part.shape[1:]:
-        return _Elements(part.values, (part.shape, local, part.first))
-    begin = (local.offset[0] * math.prod(part.shape[1:]) if part.shape else 0) - part.first
-    return _Elements(part.values[begin + start : begin + stop], None)
-
-
-def _derived(files: Files, fragments: Sequence[Fragment]) -> dict[str, str]:
-    """Weights that are not stored, as under ZeRO 3, and their type."""
-    keys = {fragment.key for fragment in fragments}
-    names = {key.removeprefix("master/") for key in keys if key.startswith("master/")}
-    return {f"weight/{name}": _precision(files) for name in sorted(names) if f"weight/{name}" not in keys}
-
-
-def _precision(files: Files) -> str:
-    return precision(files.load(files.models()[0][1]).get("ds_config"))
 
 
 def _layout(files: Files) -> dict[str, int | str | bool]:

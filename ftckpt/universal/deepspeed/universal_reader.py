@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment, Shape
-from ftckpt.universal.catalog import TORCH_DTYPES, Catalog, Reader, dtype_name
+from ftckpt.universal.catalog import TORCH_DTYPES, FileReader, Stored, dtype_name, whole_fragment
+from ftckpt.universal.consolidation import derived_weights
 from ftckpt.universal.deepspeed.files import (
     LATEST_UNIVERSAL,
     iteration_of,
     load_mapping,
-    load_value,
     objects_of,
     precision,
     tag_directory,
 )
 from ftckpt.universal.deepspeed.reader import flat_module
 from ftckpt.universal.foreign import archives, pickles
-from ftckpt.universal.storage import PARTIAL, fingerprint_of
+from ftckpt.universal.storage import PARTIAL
 
 ZERO = "zero"
 OPTIMIZER = "optimizer_state.pt"
@@ -39,16 +38,6 @@ _MOST_OPEN = 64
 """Maximum of mapped files; a large model has tens of thousands."""
 
 
-@dataclass(frozen=True)
-class _TensorPlace:
-    """A tensor in the file ``path``, under ``name`` in a file of several; cast to ``dtype`` on reading, if given."""
-
-    path: Path
-    name: str
-    is_number: bool = False
-    dtype: torch.dtype | None = None
-
-
 def recognises(path: Path) -> bool:
     """Whether ``path`` is a DeepSpeed universal checkpoint, or holds one that ``latest_universal`` names."""
     try:
@@ -57,160 +46,122 @@ def recognises(path: Path) -> bool:
         return False
 
 
-class DeepSpeedUniversalReader(Reader):
+class DeepSpeedUniversalReader(FileReader):
     """Reads the checkpoint in ``path``, the directory of a tag or of several with a file ``latest_universal``.
 
     Trained parameters are ``master/`` and their optimizer state, frozen ones ``weight/``, buffers ``buffer/``.
-
-    Raises:
-        ConvertError: a file is missing or invalid; the text names it.
     """
 
     def __init__(self, path: Path) -> None:
         if path.name.endswith(PARTIAL):
             raise ConvertError(f"{path}: was never completed; repeat the command that writes it, or remove it")
-        self._path = path = tag_directory(path, LATEST_UNIVERSAL)
-        self._open: OrderedDict[Path, Any] | None = OrderedDict()
-        self._guard = threading.Lock()
-        self._state, self._state_path = _model_state(path)
-        self._optimizer = load_mapping(path / ZERO / OPTIMIZER)
-        self._shapes = _parameter_shapes(self._state)
-        fragments: list[Fragment] = []
-        self._stored: list[_TensorPlace] = []
-        self._parameters: dict[str, dict[str, Any]] = {}
-        for fragment, stored in self._all():
-            fragments.append(fragment)
-            self._stored.append(stored)
-        keys = {fragment.key for fragment in fragments}
-        masters = [key.removeprefix("master/") for key in keys if key.startswith("master/")]
-        cast = precision(self._state.get("ds_config"))
-        padded = {name for name, more in self._parameters.items() if more.get("vocab_tensor")}
-        self.catalog = Catalog(
+        path = tag_directory(path, LATEST_UNIVERSAL)
+        files = _Files(path)
+        stored = list(files.stored())
+        cast = precision(files.state.get("ds_config"))
+        fields = {"parameters": pickles.plain(files.fields)}
+        super().__init__(
+            path,
+            stored,
+            [files.state_path, *(path / ZERO).glob("**/*.pt")],
             origin="deepspeed-universal",
-            iteration=iteration_of(self._state.get("global_steps"), self._state_path),
+            iteration=iteration_of(files.state.get("global_steps"), files.state_path),
             layout={},
-            fragments=tuple(fragments),
-            objects={
-                "deepspeed": {
-                    **objects_of(self._state, self._optimizer),
-                    "parameters": pickles.plain(self._parameters),
-                },
-                "precision": cast,
-            },
-            padded=frozenset(
-                fragment.key
-                for fragment, stored in zip(fragments, self._stored, strict=True)
-                if fragment.key.partition("/")[2] in padded and not stored.is_number
-            ),
-            derived={f"weight/{name}": cast for name in sorted(masters)},
+            objects={"deepspeed": {**objects_of(files.state, files.optimizer), **fields}, "precision": cast},
+            derived=derived_weights({each.fragment.key for each in stored}, cast),
         )
 
-    def read(self, index: int) -> Bytes:
-        stored, fragment = self._stored[index], self.catalog.fragments[index]
-        tensor = self._tensor(stored, fragment.key)
-        if tensor.numel() != fragment.numel or dtype_name(tensor, stored.path) != fragment.dtype:
-            raise ConvertError(f"{stored.path}: {fragment.key} was replaced while it was read")
-        data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return data
 
-    def where(self, index: int) -> Path:
-        """The file that holds a fragment."""
-        return self._stored[index].path
+class _Files:
+    """The files of a checkpoint. ``fields``: the values next to the tensor of each parameter, by name."""
 
-    def fingerprint(self) -> str:
-        return fingerprint_of([self._state_path, *(self._path / ZERO).glob("**/*.pt")])
+    def __init__(self, path: Path) -> None:
+        self._folder = path / ZERO
+        self.state, self.state_path = _model_state(path)
+        self.optimizer = load_mapping(self._folder / OPTIMIZER)
+        self.fields: dict[str, dict[str, Any]] = {}
+        self._shapes = _parameter_shapes(self.state)
+        self._module = dict(flat_module(self.state_path, self.state.get("module") or {}))
+        # The system limits mappings. Tensors in use keep theirs alive.
+        self._load = lru_cache(_MOST_OPEN)(pickles.load)
 
-    def close(self) -> None:
-        with self._guard:
-            self._open = None
-
-    def _all(self) -> Iterator[tuple[Fragment, _TensorPlace]]:
-        buffers = set(self._state.get("buffer_names") or ())
-        module = dict(flat_module(self._state_path, self._state.get("module") or {}))
-        for name in sorted(buffers & module.keys()):
-            yield _fragment("buffer", name, module[name], None), _TensorPlace(self._state_path, name)
-        folders = [folder for folder in sorted((self._path / ZERO).iterdir()) if folder.is_dir()]
+    def stored(self) -> Iterator[Stored]:
+        """All tensors."""
+        buffers = set(self.state.get("buffer_names") or ())
+        for name in sorted(buffers & self._module.keys()):
+            yield self._of_module(f"buffer/{name}", self._module[name])
+        folders = [folder for folder in sorted(self._folder.iterdir()) if folder.is_dir()]
         absent = sorted(self._shapes.keys() - {folder.name for folder in folders})
         if absent:
-            raise ConvertError(f"{self._path / ZERO / absent[0]}: is missing; {len(absent)} such directories are")
+            raise ConvertError(f"{self._folder / absent[0]}: is missing; {len(absent)} such directories are")
         for folder in folders:
             if folder.name not in buffers:
-                yield from self._of_parameter(folder, module.get(folder.name))
+                yield from self._of_parameter(folder, self._module.get(folder.name))
 
-    def _of_parameter(self, folder: Path, weight: torch.Tensor | None) -> Iterator[tuple[Fragment, _TensorPlace]]:
+    def _of_module(self, key: str, tensor: torch.Tensor) -> Stored:
+        fragment = _fragment(key, tensor, tuple(tensor.shape))
+        return Stored(fragment, self.state_path, partial(archives.bytes_of, tensor, key))
+
+    def _of_parameter(self, folder: Path, weight: torch.Tensor | None) -> Iterator[Stored]:
         files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix == ".pt"}
         if MASTER_FILE not in files:
             raise ConvertError(f"{folder / MASTER_FILE}.pt is missing")
-        name, master = folder.name, self._tensor(_TensorPlace(files[MASTER_FILE], ""))
-        value = self._value(files[MASTER_FILE])
+        name, path = folder.name, files.pop(MASTER_FILE)
+        master, value = self._tensor(path), self._load(path)
+        fields = {key: item for key, item in value.items() if key != PARAM} if isinstance(value, Mapping) else {}
+        weight_dtype, is_padded = fields.pop(WEIGHT_DTYPE, ""), bool(fields.get("vocab_tensor"))
         if isinstance(value, Mapping):
-            self._parameters[name] = {key: item for key, item in value.items() if key != PARAM}
-        shape = self._shapes.get(name, ())
-        # ZeRO 3 flattens: the stored shape applies if sizes agree, else it is that of a tensor-parallel part.
-        shape = shape if master.dim() == 1 and math.prod(shape) == master.numel() else tuple(master.shape)
-        weight_dtype = self._parameters.get(name, {}).pop(WEIGHT_DTYPE, "")
+            self.fields[name] = fields
         # Frozen: no optimizer state, and not among the shapes of trained parameters.
-        is_frozen = not (files.keys() - {MASTER_FILE}) and bool(self._shapes) and name not in self._shapes
-        if is_frozen and weight is not None and tuple(weight.shape) == tuple(master.shape):
-            yield _fragment("weight", name, weight, None), _TensorPlace(self._state_path, name)
+        is_frozen = not files and bool(self._shapes) and name not in self._shapes
+        if is_frozen and weight is not None and weight.shape == master.shape:
+            yield self._of_module(f"weight/{name}", weight)
             return
-        stored = _TensorPlace(files[MASTER_FILE], "", dtype=TORCH_DTYPES.get(weight_dtype))
-        role = "weight" if weight_dtype or is_frozen else "master"
-        yield _fragment(role, name, self._tensor(stored), shape), stored
-        for role in sorted(files.keys() - {MASTER_FILE, "step"}):
-            tensor = self._tensor(_TensorPlace(files[role], ""))
+        # ZeRO 3 flattens: the stored shape applies if sizes agree, else it is that of a tensor-parallel part.
+        shape = self._shapes.get(name, ())
+        shape = shape if master.dim() == 1 and math.prod(shape) == master.numel() else tuple(master.shape)
+        step = files.pop("step", None)
+        yield from self._steps(name, step, has_state=bool(files))
+        weight_or_master = "weight" if weight_dtype or is_frozen else "master"
+        for role, file in {weight_or_master: path, **files}.items():
+            dtype = TORCH_DTYPES.get(weight_dtype) if file == path else None
+            tensor = self._tensor(file, dtype)
             if tensor.numel() != master.numel():
-                raise ConvertError(
-                    f"{files[role]} has {tensor.numel()} elements, {files[MASTER_FILE]} {master.numel()}"
-                )
-            yield _fragment(role, name, tensor, shape), _TensorPlace(files[role], "")
-        step = _TensorPlace(files.get("step", self._path / ZERO / OPTIMIZER), "step", True)
-        if "step" in files or (files.keys() - {MASTER_FILE} and _common_step(self._optimizer) is not None):
-            yield _fragment("step", name, self._tensor(step), (1,)), step
+                raise ConvertError(f"{file} has {tensor.numel()} elements, {path} {master.numel()}")
+            fragment = _fragment(f"{role}/{name}", tensor, shape)
+            yield Stored(fragment, file, partial(self._read, file, fragment, dtype), is_padded)
 
-    def _tensor(self, stored: _TensorPlace, key: str | None = None) -> torch.Tensor:
-        """The tensor; with ``key``, its name in errors, its bytes are verified."""
-        value = self._value(stored.path)
-        if stored.is_number:
-            value = _common_step(value) if isinstance(value, Mapping) else value
-            return value.reshape(1) if isinstance(value, torch.Tensor) else torch.tensor([float(value)])
-        if stored.path == self._state_path:
-            value = dict(flat_module(stored.path, value.get("module") or {})).get(stored.name)
-        elif isinstance(value, Mapping):
-            value = value.get(PARAM)
-        if not isinstance(value, torch.Tensor):
-            raise ConvertError(f"{stored.path}: holds no tensor {stored.name or PARAM}")
-        if key is not None:
-            archives.check(value, key)
-        return value.detach() if stored.dtype is None else value.detach().to(stored.dtype)
+    def _steps(self, name: str, file: Path | None, has_state: bool) -> Iterator[Stored]:
+        value = self._load(file) if file is not None else self.optimizer if has_state else {}
+        value = _common_step(value) if isinstance(value, Mapping) else value
+        if value is None:
+            return
+        number = value.reshape(1) if isinstance(value, torch.Tensor) else torch.tensor([float(value)])
+        data = np.array(archives.bytes_of(number, f"step/{name}"))
+        fragment = whole_fragment(f"step/{name}", dtype_name(number, file), (1,))
+        yield Stored(fragment, file or self._folder / OPTIMIZER, partial(np.asarray, data))
 
-    def _value(self, path: Path) -> Any:
-        with self._guard:
-            if self._open is None:
-                raise ConvertError(f"{self._path}: was closed")
-            if path in self._open:
-                self._open.move_to_end(path)
-                return self._open[path]
-        # Without the lock: others can read open files meanwhile. Two threads may open one file; either mapping works.
-        value = load_value(path)
-        with self._guard:
-            if self._open is not None:
-                self._open[path] = value
-                # The system limits mappings. Tensors in use keep theirs alive.
-                while len(self._open) > _MOST_OPEN:
-                    self._open.popitem(last=False)
-        return value
+    def _tensor(self, path: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
+        value = self._load(path)
+        tensor = value.get(PARAM) if isinstance(value, Mapping) else value
+        if not isinstance(tensor, torch.Tensor):
+            raise ConvertError(f"{path}: holds no tensor {PARAM}")
+        return tensor.detach() if dtype is None else tensor.detach().to(dtype)
+
+    def _read(self, path: Path, fragment: Fragment, dtype: torch.dtype | None) -> Bytes:
+        archives.check(self._tensor(path), fragment.key)
+        tensor = self._tensor(path, dtype)
+        if tensor.numel() != fragment.numel or dtype_name(tensor, path) != fragment.dtype:
+            raise ConvertError(f"{path}: {fragment.key} was replaced while it was read")
+        return archives.bytes_of(tensor, fragment.key)
 
 
-def _fragment(role: str, name: str, tensor: torch.Tensor, shape: Shape | None) -> Fragment:
-    shape = tuple(tensor.shape) if shape is None else shape
+def _fragment(key: str, tensor: torch.Tensor, shape: Shape) -> Fragment:
     box = Box((0,) * len(shape), shape)
     try:
-        return Fragment(f"{role}/{name}", dtype_name(tensor, name), shape, box, 0, tensor.numel())
+        return Fragment(key, dtype_name(tensor, key), shape, box, 0, tensor.numel())
     except ValueError as error:
-        raise ConvertError(
-            f"{role}/{name}: {error}; it contradicts the shapes of parameters in model_states.pt"
-        ) from None
+        raise ConvertError(f"{key}: {error}; it contradicts the shapes of parameters in model_states.pt") from None
 
 
 def _model_state(path: Path) -> tuple[dict[str, Any], Path]:

@@ -7,12 +7,11 @@ though the files hold them too.
 
 from __future__ import annotations
 
-import io
-import zipfile
+import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,84 +19,37 @@ import torch
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.universal.catalog import TORCH_DTYPES, Catalog, Get, Rows, Tensor, Unit
-from ftckpt.universal.consolidation import WEIGHT, cast, refuse_remainders
-from ftckpt.universal.deepspeed.division import Division
+from ftckpt.universal.consolidation import cast, refuse_remainders
+from ftckpt.universal.deepspeed.division import SUB_PARAMETERS_CLASS, Division
 from ftckpt.universal.deepspeed.files import LATEST_UNIVERSAL
 from ftckpt.universal.deepspeed.universal_reader import MASTER_FILE, OPTIMIZER, PARAM, WEIGHT_DTYPE, ZERO
 from ftckpt.universal.foreign import pickles
-from ftckpt.universal.foreign.pickles import save_streamed
-from ftckpt.universal.safetensors import STRIP_BYTES, strips
+from ftckpt.universal.safetensors import strip_memory, strips
 from ftckpt.universal.storage import Destination
 
-
-class LossScaler:
-    """Pickled as DeepSpeed's class of this name: a static loss scale."""
-
-
-class DynamicLossScaler:
-    """Pickled as DeepSpeed's class of this name: a dynamic loss scale."""
-
-
-class SubparamShape:
-    """Pickled as DeepSpeed's class of this name: the sizes of a parameter's parts."""
-
-
-_NAMES: dict[str, type] = {
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SubparamShape,
-}
+_REBUILT = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    SUB_PARAMETERS_CLASS,
+)
+"""Classes of DeepSpeed's whose objects it expects in the files."""
 
 
 def restored(value: Any) -> Any:
-    """Rebuilds in ``value`` the objects of these classes that ``pickles.plain`` turned into mappings."""
+    """Rebuilds in ``value``, as stand-ins, objects of these classes that ``pickles.plain`` turned into mappings."""
     if isinstance(value, Mapping):
-        known = _NAMES.get(str(value.get("class", "")))
-        if known is None:
+        name = value.get("class", "")
+        if name not in _REBUILT:
             return {key: restored(item) for key, item in value.items()}
-        made = known()
         fields = {key: restored(item) for key, item in value.items() if key not in ("class", "arguments")}
         if str(fields.get("dtype", "")).startswith("torch."):
             fields["dtype"] = getattr(torch, fields["dtype"].removeprefix("torch."))
+        made = pickles.stand_in(name)()
         vars(made).update(fields)
         return made
     if type(value) in (list, tuple):
         return type(value)(restored(item) for item in value)
     return value
-
-
-def save(value: Any, path: str) -> None:
-    """Write ``value`` from ``restored`` with ``pickles.save``, under DeepSpeed's class names. Raises ConvertError."""
-    pickles.save(value, path)
-    names = [(_reference(kind.__module__, kind.__qualname__), name) for name, kind in _NAMES.items()]
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        (structure,) = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-        pickled = archive.read(structure)
-    # DeepSpeed is not imported: the pickle names the classes above, and is edited to name DeepSpeed's.
-    references = [(ours, _reference(*name.rsplit(".", 1))) for ours, name in names if ours in pickled]
-    if references:
-        _replace(path, references)
-
-
-def _reference(module: str, name: str) -> bytes:
-    """The pickle opcode that names a class."""
-    return f"c{module}\n{name}\n".encode()
-
-
-def _replace(path: str, pairs: list[tuple[bytes, bytes]]) -> None:
-    """Replace class references in the archive's pickle."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
-        for entry in old.infolist():
-            content = old.read(entry)
-            if entry.filename.endswith("/data.pkl"):
-                for ours, theirs in pairs:
-                    content = content.replace(ours, theirs)
-            new.writestr(entry.filename, content)
-    with open(path, "r+b") as file:
-        # In place: ``Destination.file`` has the file open, syncs and renames it.
-        file.truncate(0)
-        file.write(made.getvalue())
 
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -146,24 +98,23 @@ class DeepSpeedUniversalWriter:
         return units + [_unit(f"{tag}/{name}", buffers) for name in _MODEL_FILES]
 
     def memory(self, unit: Unit) -> int:
-        """Maximum memory of ``write`` in bytes."""
-        rows = max((part.tensor.row_bytes for part in unit.parts), default=0)
-        # Unstreamed, a unit is in memory as rows, tensor, archive, and the copy in which references are replaced.
-        return min(3 * max(STRIP_BYTES, rows), 4 * unit.nbytes) if self._is_streamed(unit) else 5 * unit.nbytes
+        if _is_tensor(unit):
+            return strip_memory(unit)
+        # In memory as rows, tensors, and archive.
+        return 5 * unit.nbytes
 
     def write(self, unit: Unit, get: Get) -> None:
         if self._catalog is None:
             raise ValueError("write before plan")
-        stem = Path(unit.name).stem
         with self.destination.file(unit.name) as file:
-            if unit.name.endswith(f"{ZERO}/{OPTIMIZER}"):
-                save(_optimizer_state(self._catalog, _step(unit, get)), file.name)
-            elif unit.name.rpartition("/")[2] in _MODEL_FILES:
-                save(self._model_state(self._catalog, unit, get), file.name)
-            elif stem == "step":
-                save(self._step_value(unit, get), file.name)
-            else:
+            if _is_tensor(unit):
                 self._write_tensor(unit, get, file)
+            elif unit.name.endswith(f"{ZERO}/{OPTIMIZER}"):
+                pickles.dump(_optimizer_state(self._catalog, _step(unit, get)), file)
+            elif unit.name.rpartition("/")[2] in _MODEL_FILES:
+                pickles.dump(self._model_state(self._catalog, unit, get), file)
+            else:
+                pickles.dump(self._step_value(unit, get), file)
 
     def finish(self, catalog: Catalog, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -173,30 +124,24 @@ class DeepSpeedUniversalWriter:
             file.write(_tag(catalog).encode())
         self.destination.commit()
 
-    def _write_tensor(self, unit: Unit, get: Get, file: Any) -> None:
+    def _write_tensor(self, unit: Unit, get: Get, file: BinaryIO) -> None:
         (part,) = unit.parts
-        more = self._more(unit)
         dtype = "F32" if Path(unit.name).stem == MASTER_FILE else part.tensor.dtype
-        if self._is_streamed(unit):
-            like = torch.empty(part.tensor.shape, dtype=TORCH_DTYPES[dtype])
-            save_streamed(file, lambda tensor: {**more, PARAM: tensor}, like, _cast_rows(part, dtype, get))
-            return
-        data = np.concatenate([np.empty(0, np.uint8), *_cast_rows(part, dtype, get)])
-        save({**more, PARAM: _tensor(data, dtype, part.tensor.shape)}, file.name)
+        # Rows go to a file that is mapped then: it may be larger than the memory.
+        with tempfile.TemporaryFile(dir=Path(file.name).parent) as rows:
+            for first, last in strips(part):
+                rows.write(cast(get(part.tensor, first, last), part.tensor.dtype, dtype).data)
+            rows.flush()
+            data = np.memmap(rows, np.uint8, "r+") if rows.tell() else np.empty(0, np.uint8)
+            tensor = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(part.tensor.shape)
+            pickles.dump({**self._fields(part.tensor), PARAM: tensor}, file)
 
-    def _is_streamed(self, unit: Unit) -> bool:
-        """Whether the unit is a large tensor and its file has no DeepSpeed object; others are assembled in memory."""
-        is_tensor = f"/{ZERO}/" in unit.name and unit.name.count("/") == 3 and Path(unit.name).stem != "step"
-        return is_tensor and unit.nbytes > STRIP_BYTES and "sub_param_shape" not in self._more(unit)
-
-    def _more(self, unit: Unit) -> dict[str, Any]:
+    def _fields(self, tensor: Tensor) -> dict[str, Any]:
         """The fields next to a parameter's tensor, by which DeepSpeed shards it."""
         if self._division is None:
             raise ValueError("write before plan")
-        name = unit.name.split("/")[2]
-        fields: dict[str, Any] = restored(self._division.of(name))
-        tensor = unit.parts[0].tensor
-        return {**fields, WEIGHT_DTYPE: tensor.dtype} if tensor.key.startswith(WEIGHT) else fields
+        fields: dict[str, Any] = restored(self._division.of(tensor.name))
+        return {**fields, WEIGHT_DTYPE: tensor.dtype} if tensor.role == "weight" else fields
 
     def _step_value(self, unit: Unit, get: Get) -> Any:
         """The step: a number if the optimizer uses numbers (compiled ones accept no tensor), else a tensor."""
@@ -257,17 +202,17 @@ def _unit(name: str, tensors: Sequence[Tensor]) -> Unit:
     return Unit(name, tuple(map(Rows.whole, tensors)), size + _FILE_BYTES)
 
 
+def _is_tensor(unit: Unit) -> bool:
+    """Whether the unit is the file of a parameter's master, weight or optimizer state."""
+    return f"/{ZERO}/" in unit.name and unit.name.count("/") == 3 and Path(unit.name).stem != "step"
+
+
 def _tag(catalog: Catalog) -> str:
     return f"global_step{catalog.iteration}"
 
 
 def _rows(part: Rows, get: Get) -> Bytes:
     return get(part.tensor, part.first, part.last)
-
-
-def _cast_rows(part: Rows, dtype: str, get: Get) -> Iterator[Bytes]:
-    for first, last in strips(part):
-        yield cast(get(part.tensor, first, last), part.tensor.dtype, dtype)
 
 
 def _tensor(data: Bytes, dtype: str, shape: Sequence[int]) -> torch.Tensor:

@@ -15,13 +15,14 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.universal.storage import CheckedOnce
 
@@ -103,15 +104,15 @@ def records_of(data: memoryview, where: str) -> list[ArchiveRecord]:
     return records
 
 
-def check_all(data: memoryview, where: str, storages: bool = True) -> list[ArchiveRecord]:
-    """Verify the records of an archive, those of storages only if ``storages``; returns all of them.
+def check_all(data: memoryview, where: str, large: bool = True) -> list[ArchiveRecord]:
+    """Verify the records of an archive, those of large storages only if ``large``; returns all of them.
 
     Raises:
         ConvertError: a record is corrupt; the text has ``where``.
     """
     records = records_of(data, where)
     for record in records:
-        wanted = storages or not record.key.startswith(_DATA)
+        wanted = large or not record.key.startswith(_DATA) or record.nbytes <= SMALL_BYTES
         if wanted and not record.is_good(data[record.begin : record.begin + record.nbytes]):
             raise ConvertError(damaged(where, record.key))
     return records
@@ -148,6 +149,13 @@ def check(tensor: torch.Tensor, name: str) -> None:
     known: _Storage | None = getattr(storage, _FIELD, None)
     if known is not None:
         known.check(storage, name)
+
+
+def bytes_of(tensor: torch.Tensor, name: str) -> Bytes:
+    """The verified elements of ``tensor``, row-major; a view if they are contiguous. Raises ConvertError."""
+    check(tensor, name)
+    data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -188,24 +196,6 @@ def mark(
     return True
 
 
-def check_small(storages: Sequence[torch.UntypedStorage], value: Any) -> None:
-    """Verify all small ``storages``, which tensors in ``value`` use.
-
-    Raises:
-        ConvertError: one is corrupt; the text has the file and the tensor's path in ``value``.
-    """
-    for storage in storages:
-        known: _Storage | None = getattr(storage, _FIELD, None)
-        if known is not None and storage.nbytes() <= SMALL_BYTES:
-            try:
-                known.check(storage, "")
-            except ConvertError:
-                pointer = storage.data_ptr()
-                names = (name for name, tensor in _tensors(value) if tensor.untyped_storage().data_ptr() == pointer)
-                # Again, for an error with the tensor's name, which is expensive to find.
-                known.check(storage, next(names, "") or "its tensor")
-
-
 def _file_begin(address: int) -> int:
     """The address at which byte 0 of the file mapped at ``address`` is, or would be; 0 if no file is mapped there."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -221,18 +211,3 @@ def _is_swapped(records: Sequence[ArchiveRecord], data: memoryview) -> bool:
     """Whether torch has swapped the byte order, so that storages differ from the file."""
     orders = (bytes(data[each.begin : each.begin + each.nbytes]) for each in records if each.key == "byteorder")
     return next(orders, sys.byteorder.encode()) != sys.byteorder.encode()
-
-
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in mappings, sequences and objects, by their path."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-        return
-    if isinstance(value, Mapping):
-        parts = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts = [(str(index), item) for index, item in enumerate(value)]
-    else:
-        parts = list(vars(value).items()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
-    for key, item in parts:
-        yield from _tensors(item, f"{name}.{key}" if name else key)

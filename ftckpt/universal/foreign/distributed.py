@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError, _Unpickler
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _STAND_INS = (
     "builtins.getattr",
 )
 _DAMAGES = (
-    pickle.UnpicklingError, struct.error, EOFError, ArithmeticError, AttributeError, LookupError, TypeError,
+    UnpicklingError, struct.error, EOFError, ArithmeticError, AttributeError, LookupError, TypeError,
     ValueError,
 )  # fmt: skip
 _TYPES: dict[str, Any] = {
@@ -128,17 +128,12 @@ class CheckpointDirectory:
             raise ConvertError(f"{where}: is truncated or damaged")
         return raw[begin : begin + nbytes]
 
-    def close(self) -> None:
-        self._maps = {}
-
     def _compare(self, blob: Blob, where: str) -> None:
         data = self._bytes(blob)
         if bytes(data[: len(archives.ARCHIVE)]) == archives.ARCHIVE:
             archives.check_all(data, where)
 
     def _bytes(self, blob: Blob) -> memoryview:
-        if blob.file not in self._maps:
-            raise ConvertError(f"{self.path}: was closed")
         return self._maps[blob.file][blob.offset : blob.offset + blob.length].data
 
     def _blobs(self) -> list[tuple[str, list[Blob]]]:
@@ -153,7 +148,7 @@ class CheckpointDirectory:
         return sorted(by_file.items())
 
 
-class _DataUnpickler(pickle._Unpickler):
+class _DataUnpickler(_Unpickler):
     """Unpickles data alone; ``torch.load`` cannot: it refuses opcodes of these files.
 
     It imports nothing and calls only the listed types and stand-ins. Based on pickle's Python implementation: that in

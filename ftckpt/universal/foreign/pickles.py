@@ -11,19 +11,17 @@ import enum
 import functools
 import os
 import re
-import struct
 import threading
-import zipfile
-import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PosixPath, PurePath, PurePosixPath
+from pickle import GLOBAL, _Pickler
+from types import SimpleNamespace
 from typing import IO, Any, BinaryIO, cast
 
 import numpy as np
 import torch
 
-from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.universal.foreign import archives
 from ftckpt.universal.foreign.archives import View
@@ -34,7 +32,7 @@ DATA_CLASSES = re.compile(
     r"|megatron\.(\w+\.)*(AttnBackend|AttnMaskType|AttnType|LayerType|ModelType|Fp8Recipe|CudaGraphScope)"
     r"|megatron\.(\w+\.)*(RerunMode|RerunState|RerunDiagnostic|QuickStats|DataIteratorMode|CallerState?)"
     r"|megatron\.core\.(\w+\.)*(MCoreMetadata|MCoreSavePlan)"
-    r"|deepspeed\.(\w+\.)*(fragment_address|tensor_fragment)"
+    r"|deepspeed\.(\w+\.)*(fragment_address|tensor_fragment|SubparamShape)"
     r"|deepspeed\.(\w+\.)*(LossScaler|DynamicLossScaler|LossScalerBase)"
     r"|deepspeed\.(\w+\.)*(ZeroStageEnum|DtypeEnum|OffloadDeviceEnum|PartitionedParamStatus|ZeroParamStatus)"
     r"|signal\.Signals"
@@ -67,6 +65,12 @@ class StandIn:
                 self.__dict__.update(part or {})
         else:
             self.__dict__["state"] = state
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self.__dict__["arguments"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "arguments"}
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -127,12 +131,11 @@ HARMLESS: dict[str, Any] = {
 """Allowed types in addition to torch's own, by their full names in files."""
 
 
-def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -> Any:
+def load(path: str | os.PathLike[str]) -> Any:
     """Loads a file of ``torch.save``; tensors are on the CPU, mapped from the file if its format allows.
 
-    ``known`` adds classes by full name, or overrides those of this module. Other classes in ``DATA_CLASSES`` become a
-    ``StandIn``, dataclasses and enumerations among them. Large tensors are not verified here, but by
-    ``archives.check`` before their first use. Any thread may call this.
+    Classes in ``DATA_CLASSES`` become a ``StandIn``, dataclasses and enumerations among them. Large tensors are not
+    verified here, but by ``archives.check`` before their first use. Any thread may call this.
 
     Raises:
         ConvertError: the file is missing, truncated, corrupt, not of ``torch.save``, or holds an unknown class.
@@ -144,21 +147,20 @@ def load(path: str | os.PathLike[str], known: Mapping[str, Any] | None = None) -
     except OSError as error:
         raise ConvertError(f"{where} cannot be read: {error.strerror}") from None
     if not zipped:
-        return _load(where, where, known or {})
+        return _load(where, where)
     data = map_file(Path(where)).data
-    listed = archives.check_all(data, where, storages=False)
+    listed = archives.check_all(data, where, large=False)
     mapped: list[torch.UntypedStorage] = []
-    value = _load(where, where, known or {}, mapped=mapped)
+    value = _load(where, where, mapped=mapped)
     archives.mark(mapped, listed, data, where)
-    archives.check_small(mapped, value)
     return value
 
 
-def loads(data: bytes | memoryview, name: str, known: Mapping[str, Any] | None = None) -> Any:
+def loads(data: bytes | memoryview, name: str) -> Any:
     """``load`` of bytes from inside another file, all of them verified; ``name`` is for errors."""
     if bytes(data[: len(archives.ARCHIVE)]) == archives.ARCHIVE:
         archives.check_all(memoryview(data), name)
-    return _load(View(data), name, known or {})
+    return _load(View(data), name)
 
 
 def shapes(data: bytes | memoryview, name: str) -> Any:
@@ -166,18 +168,13 @@ def shapes(data: bytes | memoryview, name: str) -> Any:
 
     The attribute ``_checkpoint_offset`` of their storages is the offset of the elements in ``data``.
     """
-    return _load(View(data), name, {}, "meta")
+    return _load(View(data), name, "meta")
 
 
 def _load(
-    source: str | View,
-    name: str,
-    known: Mapping[str, Any],
-    device: str = "cpu",
-    mapped: list[torch.UntypedStorage] | None = None,
+    source: str | View, name: str, device: str = "cpu", mapped: list[torch.UntypedStorage] | None = None
 ) -> Any:
     """Loads with the allowlist; with ``mapped`` storages are mapped from the file ``source`` and appended to it."""
-    allowed = {**HARMLESS, **known}
 
     def located(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         if mapped is not None:
@@ -189,7 +186,7 @@ def _load(
             file = cast("str | IO[bytes]", source)
             # torch.load refuses every type that is neither torch's own nor in ``allowed``.
             data_classes = _data_classes(file) if device == "cpu" else []
-            allowed = {**{data_class: stand_in(data_class) for data_class in data_classes}, **allowed}
+            allowed = {**{data_class: stand_in(data_class) for data_class in data_classes}, **HARMLESS}
             where: Any = device if mapped is None else located
             with torch.serialization.safe_globals([(value, key) for key, value in allowed.items()]):
                 return torch.load(file, map_location=where, weights_only=True, mmap=mapped is not None)
@@ -223,26 +220,23 @@ def _explain(name: str, error: Exception) -> str:
     return f"{name} cannot be read: {text[:300]}"
 
 
-def save(value: Any, path: str | os.PathLike[str]) -> None:
-    """Write with ``torch.save`` and sync. Not atomic: pass a temporary name and rename it.
+class _NamePickler(_Pickler):
+    """Writes stand-ins under the names of the classes that they stand for, which need not be installed."""
 
-    Raises:
-        ConvertError: it cannot be written.
-    """
-    where = os.fspath(path)
-    try:
-        with Path(where).open("wb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ConvertError(f"{where} cannot be written: {error.strerror or error}") from None
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """See pickle's Python implementation; that in C requires that the class can be imported."""
+        if isinstance(obj, type) and issubclass(obj, StandIn):
+            module, _, kind = obj.full_name.rpartition(".")
+            self.write(GLOBAL + f"{module}\n{kind}\n".encode())  # type: ignore[attr-defined]
+            self.memoize(obj)  # type: ignore[attr-defined]
+        else:
+            super().save_global(obj, name)  # type: ignore[misc]
 
 
 def dump(value: Any, file: BinaryIO) -> int:
-    """Write with ``torch.save`` at the end of an open file; returns the number of bytes."""
+    """Writes with ``torch.save`` at the end of an open file; returns the number of bytes."""
     before = file.tell()
-    torch.save(value, file)
+    torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_NamePickler))
     return file.tell() - before
 
 
@@ -288,59 +282,3 @@ def _plain_items(items: Mapping[Any, Any], name: str) -> dict[Any, Any]:
         key if isinstance(key, (str, int)) else repr(key): plain(item, f"{name}.{key}" if name else str(key))
         for key, item in items.items()
     }
-
-
-_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
-_HAS_DESCRIPTOR = 0x08
-_LOCAL_CRC = 14
-"""Offset of the CRC-32 in an entry's local header."""
-
-
-def save_streamed(
-    file: BinaryIO, build: Callable[[torch.Tensor], Any], like: torch.Tensor, data: Iterable[Bytes]
-) -> None:
-    """Write ``build(tensor)``, where ``tensor`` has type and shape of ``like`` and the bytes that ``data`` yields.
-
-    ``file`` is open for writing, has a name, and is written from its start. The elements of ``like`` are never
-    accessed, so that ``torch.empty`` costs no memory.
-
-    Raises:
-        ConvertError: the file cannot be written, or ``data`` has more or fewer bytes than the tensor.
-    """
-    # The archive gets its final length, with holes for the elements.
-    with torch.serialization.skip_data():
-        save(build(like), file.name)
-    records = archives.records_of(map_file(Path(file.name)).data, file.name)
-    begin = next(record.begin for record in records if record.key == "data/0")
-    crc = done = 0
-    for part in data:
-        view = part.data
-        if done + len(view) > like.nbytes:
-            break
-        crc = zlib.crc32(view, crc)
-        while view:
-            # ``pwrite`` bypasses the buffer of ``file``, and may write fewer bytes than requested.
-            written = os.pwrite(file.fileno(), view, begin + done)
-            done, view = done + written, view[written:]
-    else:
-        if done == like.nbytes:
-            _set_crc(file.name, begin + done, crc)
-            return
-    raise ConvertError(f"{file.name}: the source did not give the {like.nbytes} bytes of its tensor")
-
-
-def _set_crc(name: str, end: int, crc: int) -> None:
-    """Store the CRC-32 of an archive's only storage, whose bytes end at ``end``."""
-    # torch ignores it, other readers of archives do not.
-    with zipfile.ZipFile(name, "a") as archive:
-        (entry,) = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-        entry.CRC = crc
-        archive.comment = b""  # makes zipfile rewrite the central directory
-    with open(name, "r+b") as file:
-        if not entry.flag_bits & _HAS_DESCRIPTOR:
-            file.seek(entry.header_offset + _LOCAL_CRC)
-        elif os.pread(file.fileno(), 4, end) == _DESCRIPTOR_SIGNATURE:
-            file.seek(end + 4)
-        else:
-            return
-        file.write(struct.pack("<I", crc))

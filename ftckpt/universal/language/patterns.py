@@ -47,12 +47,10 @@ class Pattern:
                 pieces.append(re.escape(token["text"]))
             else:
                 pieces.append(_WILD[token[0]])
-        return cls(text, _compiled("".join(pieces), text))
-
-    @classmethod
-    def of_regex(cls, text: str) -> Pattern:
-        """A Python regular expression. Raises SpecError if it is invalid."""
-        return cls(text, _compiled(text, text))
+        try:
+            return cls(text, re.compile("".join(pieces)))
+        except re.error as error:
+            raise SpecError(f"pattern {text!r}: {error}") from None
 
     def captures(self) -> frozenset[str]:
         """The names of its captures."""
@@ -70,13 +68,6 @@ class Pattern:
         """The part of a matching name before the text of ``capture``."""
         match = self.regex.fullmatch(name)
         return name[: match.start(capture)] if match else ""
-
-
-def _compiled(regex: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(regex)
-    except re.error as error:
-        raise SpecError(f"pattern {text!r}: {error}") from None
 
 
 def evaluate(expression: str | int, values: Mapping[str, Value], variables: Mapping[str, int]) -> int:

@@ -6,17 +6,17 @@ placements = place(spec, [LocalTensor("decoder...weight", (96, 64), {"tp": 0, "p
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, product
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 from ftckpt.errors import SpecError
 from ftckpt.model.fragment import Box, Shape
+from ftckpt.universal.language.extents import Extent, consecutive, extents, extents_by_rank
 from ftckpt.universal.language.patterns import Pattern, Value, evaluate, fill_template
-from ftckpt.universal.language.spec import Cut, Matches, Rule, Spec, SubParameter
+from ftckpt.universal.language.spec import Cut, Matches, Rule, Spec
 
 LAYER = "layer"
 """The capture that is a layer's number on its stage, to which ``offset`` is added."""
@@ -45,12 +45,6 @@ class BoxMap:
     local: Box
     box: Box
 
-    def within(self, shape: Shape, start: int, stop: int) -> tuple[int, int]:
-        """The range of this box's elements, in row-major order, that elements ``start`` to ``stop`` of the flattened
-        stored tensor of ``shape`` hold."""
-        first, last = (_before(shape, self.local, position) for position in (start, stop))
-        return first, last
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -65,7 +59,7 @@ class Placement:
     def of_number(self, shape: Shape) -> tuple[Shape, Box]:
         """The shape of a tensor with one number per stored tensor of ``shape``, and the box of this one's number."""
         outer = len(self.shape) - len(shape)
-        counts, at = self.shape[:outer] or (1,), self.boxes[0].box.offset[:outer] or (0,)
+        counts, at = (self.shape[:outer], self.boxes[0].box.offset[:outer]) if outer else ((1,), (0,))
         return counts, Box(at, (1,) * len(counts))
 
 
@@ -203,9 +197,44 @@ def _placed(
                 ranges.append((Extent(0, 0, size),))
                 whole = size
             shape.append(whole)
-        if vocabulary is not None:
-            ranges[0], shape[0] = _without_padding(ranges[0], shape[0], vocabulary), vocabulary
-        yield holder, [_box_map(parts) for parts in product(*ranges)], tuple(shape)
+        yield holder, *_boxes(ranges, shape, vocabulary)
+
+
+def place_parts(
+    name: str, shapes: Sequence[Shape], dim: int, parts: Sequence[Sequence[int]], vocabulary: int | None
+) -> list[Placement]:
+    """The placement of each rank's part of a tensor that is sharded along ``dim``.
+
+    ``parts``: sub-parameters, each by its size on every rank. ``vocabulary``: see ``padded_vocabulary``.
+
+    Raises:
+        SpecError: the shapes contradict the sizes.
+    """
+    others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+    if len(others) > 1 or any(len(part) != len(shapes) for part in parts):
+        raise SpecError(f"parts of sizes {list(map(list, parts))} do not make up shapes {list(shapes)}")
+    ranks, whole = extents_by_rank(list(map(consecutive, parts)), [shape[dim] for shape in shapes])
+    placements = []
+    for local, own in zip(shapes, ranks, strict=True):
+        ranges = [own if axis == dim else (Extent(0, 0, size),) for axis, size in enumerate(local)]
+        boxes, shape = _boxes(ranges, [*local[:dim], whole, *local[dim + 1 :]], vocabulary)
+        placements.append(Placement(name, shape, tuple(boxes), False, vocabulary is not None))
+    return placements
+
+
+def place_whole(name: str, shape: Shape, vocabulary: int | None = None) -> Placement:
+    """The placement of a tensor that each rank holds completely; for ``vocabulary`` see ``padded_vocabulary``."""
+    boxes, shape = _boxes([(Extent(0, 0, size),) for size in shape], shape, vocabulary)
+    return Placement(name, shape, tuple(boxes), False, vocabulary is not None)
+
+
+def _boxes(
+    ranges: Sequence[Sequence[Extent]], shape: Sequence[int], vocabulary: int | None
+) -> tuple[list[BoxMap], Shape]:
+    """The boxes of a tensor's ``ranges`` by dimension, and its logical shape, without the padding of a vocabulary."""
+    if vocabulary is not None:
+        ranges, shape = [_without_padding(ranges[0], shape[0], vocabulary), *ranges[1:]], [vocabulary, *shape[1:]]
+    return [_box_map(parts) for parts in product(*ranges)], tuple(shape)
 
 
 def _axis_of(cut: Cut, sizes: Mapping[str, int]) -> str:
@@ -244,122 +273,6 @@ def _check_shapes(spec: Spec, placements: Iterable[Placement | None]) -> None:
         if placement and shapes.setdefault(placement.name, placement.shape) != placement.shape:
             both = f"{shapes[placement.name]} and {placement.shape}"
             raise SpecError(f"{spec.origin}: {placement.name}: ranks that hold it disagree about its shape: {both}")
-
-
-def _before(shape: Shape, box: Box, position: int) -> int:
-    """The number of elements of ``box`` before flat ``position`` in an array of ``shape``."""
-    if position >= math.prod(shape):
-        return box.numel
-    count, rest = 0, position
-    for dim in range(len(shape)):
-        # The index along this dimension of the element at ``position``; elements of the box before it count.
-        at, rest = divmod(rest, math.prod(shape[dim + 1 :]))
-        inner = math.prod(box.shape[dim + 1 :])
-        inside = at - box.offset[dim]
-        if not 0 <= inside < box.shape[dim]:
-            return count + (0 if inside < 0 else box.shape[dim] * inner)
-        count += inside * inner
-    return count
-
-
-class Extent(NamedTuple):
-    """``size`` entries of a dimension, by their offsets in the stored and in the logical tensor."""
-
-    local: int
-    whole: int
-    size: int
-
-
-def extents(
-    cut: Cut, sizes: Mapping[int, int], num: int, values: Mapping[str, Value], variables: Mapping[str, int]
-) -> tuple[list[tuple[Extent, ...]], int]:
-    """The extents of each of ``num`` ranks, and the logical size of the dimension.
-
-    ``sizes``: the size on each rank, by coordinate; a rank may be absent only if the rule gives it size 0.
-
-    Raises:
-        SpecError: the sizes contradict the rule.
-    """
-    stated = [evaluate(size, values, variables) for size in cut.sizes]
-    if stated and len(stated) != num:
-        raise SpecError(f"uneven lists {len(stated)} sizes; there are {num} ranks of {cut.axis}")
-    absent = [rank for rank in range(num) if rank not in sizes and not (stated and stated[rank] == 0)]
-    if absent:
-        raise SpecError(f"{cut.axis} rank {', '.join(map(str, absent))} does not hold it")
-    counts = [sizes.get(rank, 0) for rank in range(num)]
-    if stated and counts != stated:
-        raise SpecError(f"uneven lists sizes {stated}; the ranks of {cut.axis} hold {counts}")
-    if not cut.uneven and not any(part.unit is not None for part in cut.parts) and len(set(counts)) > 1:
-        raise SpecError(f"the ranks of {cut.axis} hold {counts} in dimension {cut.dim}; set uneven: true if they may")
-    if not cut.parts:
-        ends = list(accumulate(counts, initial=0))
-        return [(Extent(0, ends[rank], counts[rank]),) if counts[rank] else () for rank in range(num)], ends[-1]
-    parts = [_widths(part, cut, counts, values, variables) for part in cut.parts]
-    return _extents_by_rank(parts, counts)
-
-
-class _Part(NamedTuple):
-    width: int
-    """Logical size of the sub-parameter."""
-    ranges: list[tuple[int, int]]
-    """First and last (exclusive) entry of each rank."""
-
-
-def _extents_by_rank(parts: Sequence[_Part], sizes: Sequence[int]) -> tuple[list[tuple[Extent, ...]], int]:
-    ranks: list[tuple[Extent, ...]] = []
-    for rank, size in enumerate(sizes):
-        local = whole = 0
-        extents = []
-        for part in parts:
-            first, last = part.ranges[rank]
-            if last > first:
-                extents.append(Extent(local, whole + first, last - first))
-            local += last - first
-            whole += part.width
-        if local != size:
-            raise SpecError(f"its parts make up {local} of the {size} entries of rank {rank}")
-        ranks.append(tuple(extents))
-    return ranks, sum(part.width for part in parts)
-
-
-def _widths(
-    part: SubParameter, cut: Cut, sizes: Sequence[int], values: Mapping[str, Value], variables: Mapping[str, int]
-) -> _Part:
-    num = len(sizes)
-    if part.width is None:
-        shares = [evaluate(other.share, values, variables) for other in cut.parts]
-        share, total = evaluate(part.share, values, variables), sum(shares)
-        if min(shares) < 0 or total <= 0 or any(size * share % total for size in sizes):
-            raise SpecError(f"part {part.name}: share {share} of {total} does not divide the sizes {list(sizes)}")
-        return _consecutive([size * share // total for size in sizes])
-    width = evaluate(part.width, values, variables)
-    unit = evaluate(part.unit, values, variables) if part.unit is not None else 0
-    if unit:
-        return _by_units(part.name, width, unit, num)
-    if width < 0 or width % num:
-        raise SpecError(
-            f"part {part.name}: width {width} does not divide over {num} ranks of {cut.axis}; give a unit"
-        )
-    return _consecutive([width // num] * num)
-
-
-def _by_units(name: str, width: int, unit: int, num: int) -> _Part:
-    units, rest = divmod(width, unit) if unit > 0 else (0, 1)
-    if rest or units < 1:
-        raise SpecError(f"part {name}: width {width} is no multiple of the unit {unit}")
-    if units >= num:
-        # If units do not divide evenly, the first ranks have one more.
-        return _consecutive([(units // num + (rank < units % num)) * unit for rank in range(num)])
-    if num % units:
-        raise SpecError(f"part {name}: {num} ranks cannot share {units} units evenly")
-    # Fewer units than ranks, as in grouped-query attention: neighbours hold the same unit.
-    first = [rank * units // num * unit for rank in range(num)]
-    return _Part(width, [(begin, begin + unit) for begin in first])
-
-
-def _consecutive(widths: Sequence[int]) -> _Part:
-    ends = list(accumulate(widths, initial=0))
-    return _Part(ends[-1], list(pairwise(ends)))
 
 
 def stage_of(coords: Coords) -> Stage:

@@ -6,8 +6,9 @@ rule, and each rule at least one name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ftckpt.universal.language.patterns import Pattern, Value, evaluate, variabl
 KINDS = ("unique", "replicated", "average", "fragment", "drop")
 """The kinds of rules: fields of which each rule has exactly one."""
 _FIELDS = {
-    "match", "regex", "rename", "when", "optional", "pipeline_replicated", "padded_vocabulary", "expert", "stack",
+    "match", "rename", "when", "optional", "pipeline_replicated", "padded_vocabulary", "expert", "stack",
     *KINDS,
 }  # fmt: skip
 
@@ -27,14 +28,13 @@ _FIELDS = {
 class SubParameter:
     """A part of a dimension that is sharded on its own.
 
-    ``width``: its size over all ranks; if None, ``share`` is its proportion of each rank's size. ``unit``: the size
-    that is never cut (a head). If units do not divide evenly, the first ranks hold one more; if there are fewer units
-    than ranks, several ranks hold each unit.
+    ``width``: its size over all ranks; if None, all parts of a rank have the same size. ``unit``: the size that is
+    never cut (a head). If units do not divide evenly, the first ranks hold one more; if there are fewer units than
+    ranks, several ranks hold each unit.
     """
 
     name: str
     width: str | int | None
-    share: str | int
     unit: str | int | None
 
 
@@ -42,14 +42,13 @@ class SubParameter:
 class Cut:
     """A dimension of the stored tensor that is sharded over the ranks of ``axis``.
 
-    ``sizes``: the size of each rank, if the rule lists them; ``uneven``: sizes may differ.
+    ``uneven``: ranks may hold different sizes.
     """
 
     dim: int
     axis: str
     parts: tuple[SubParameter, ...]
     uneven: bool
-    sizes: tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,10 @@ def expression(value: Any, where: str) -> str | int:
 
 
 def _patterns(body: Mapping[str, Any], where: str) -> tuple[Pattern, ...]:
-    globs, regexes = (_names(body.get(field, []), f"{where}: {field}") for field in ("match", "regex"))
-    if not globs and not regexes:
-        raise SpecError(f"{where}: has no match and no regex; add one")
-    return (*map(Pattern.glob, globs), *map(Pattern.of_regex, regexes))
+    globs = _names(body.get("match", []), f"{where}: match")
+    if not globs:
+        raise SpecError(f"{where}: has no match; add one")
+    return tuple(map(Pattern.glob, globs))
 
 
 def _names(value: Any, where: str) -> tuple[str, ...]:
@@ -170,9 +169,7 @@ def _vocabulary(body: Mapping[str, Any], where: str) -> tuple[bool, str | int | 
     if "padded_vocabulary" not in body:
         return False, None
     value = body["padded_vocabulary"]
-    body = fields_of({} if value is True else value, f"{where}: padded_vocabulary", {"dim", "size"})
-    if body.get("dim", 0) != 0:
-        raise SpecError(f"{where}: padded_vocabulary: dim has to be 0, the only one that loaders can pad")
+    body = fields_of({} if value is True else value, f"{where}: padded_vocabulary", {"size"})
     return True, expression(body["size"], f"{where}: padded_vocabulary: size") if "size" in body else None
 
 
@@ -210,37 +207,30 @@ def _cut(value: Any, where: str, axis: str) -> Cut:
     dim = body.get("dim")
     if type(dim) is not int or dim < 0:
         raise SpecError(f"{where}: dim has to be 0 or more, not {dim!r}")
-    uneven = body.get("uneven", False)
-    if not isinstance(uneven, (bool, list)):
-        raise SpecError(f"{where}: uneven has to be true, or the list of the ranks' sizes")
-    sizes = tuple(expression(size, f"{where}: uneven") for size in uneven) if isinstance(uneven, list) else ()
     parts = body.get("parts", [])
     if not isinstance(parts, list):
         raise SpecError(f"{where}: parts has to be a list")
     sub_parameters = tuple(_part(part, f"{where}: part {number}") for number, part in enumerate(parts, 1))
-    if sizes and sub_parameters:
-        raise SpecError(f"{where}: has sizes of ranks and parts; give the parts units instead of sizes")
     if len({part.width is None for part in sub_parameters}) > 1:
-        raise SpecError(f"{where}: either all parts have a width or all have a share")
-    return Cut(dim, _axis(body, axis, where), sub_parameters, bool(uneven), sizes)
+        raise SpecError(f"{where}: either all parts have a width or none has")
+    return Cut(dim, _axis(body, axis, where), sub_parameters, _flag(body, "uneven", where))
 
 
 def _part(value: Any, where: str) -> SubParameter:
-    body = fields_of({"name": value} if isinstance(value, str) else value, where, {"name", "width", "share", "unit"})
+    body = fields_of({"name": value} if isinstance(value, str) else value, where, {"name", "width", "unit"})
     if not isinstance(body.get("name"), str):
         raise SpecError(f"{where}: has to have a name")
-    if "width" in body and "share" in body:
-        raise SpecError(f"{where}: has width and share; give one of them")
     if "unit" in body and "width" not in body:
         raise SpecError(f"{where}: a unit needs a width")
-    sizes = {key: expression(body[key], f"{where}: {key}") for key in ("width", "share", "unit") if key in body}
-    return SubParameter(body["name"], sizes.get("width"), sizes.get("share", 1), sizes.get("unit"))
+    sizes = {key: expression(body[key], f"{where}: {key}") for key in ("width", "unit") if key in body}
+    return SubParameter(body["name"], sizes.get("width"), sizes.get("unit"))
 
 
 READY = Path(__file__).parent / "specs"
 _MOST_NAMED = 8
 
-Matches = Mapping[str, tuple[Rule, Pattern, Mapping[str, Value]]]
+_Match = tuple[Rule, Pattern, Mapping[str, Value]]
+Matches = Mapping[str, _Match]
 """Name → the rule that it matches, the pattern that did, and its captures."""
 
 
@@ -306,33 +296,26 @@ class Spec:
             raise SpecError(f"{origin}: no rule uses a variable {', '.join(unknown)}; known are {known}")
         return cls(origin, parsed.pop("", ()), parsed, variables, dict(given or {}))
 
-    def resolve(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Spec:
-        """This specification reduced to the rules in effect of the first variant that fits these ``names``.
+    def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
+        """The rule of each name, of the first variant whose rules in effect fit all ``names``.
 
         Raises:
             SpecError: none fits; the text explains the one with the fewest problems.
         """
         ordered, values = sorted(set(names)), self.values(arguments)
         errors: list[tuple[int, str]] = []
-        for variant, rules in ({"": self.rules} if self.rules else self.variants).items():
+        for variant, every in ({"": self.rules} if self.rules else self.variants).items():
             where = f"{self.origin}, variant {variant}" if variant else self.origin
-            counting = tuple(rule for rule in rules if _counts(rule, where, values))
-            problems, bad = _problems(counting, ordered)
+            rules = [rule for rule in every if _counts(rule, where, values)]
+            hits = {name: _matches(rules, name) for name in ordered}
+            used = Counter(rule.number for found in hits.values() for rule, _, _ in found)
+            problems, bad = _problems(rules, hits, used)
             if not problems:
-                return replace(self, rules=counting, variants={})
+                self.summary[:] = [f"rule {r.number}, {r.kind}: {used[r.number]} names as {r.text}" for r in rules]
+                return {name: found[0] for name, found in hits.items()}
             errors.append((bad, f"{where}: {'; '.join(problems)}"))
         # The variant with the fewest problems is the one that was most likely meant.
         raise SpecError(min(errors)[1])
-
-    def match(self, names: Iterable[str], arguments: Mapping[str, Any]) -> Matches:
-        """The rule of each name. Raises SpecError, see ``resolve``."""
-        ordered = sorted(set(names))
-        rules = self.resolve(ordered, arguments).rules
-        # ``resolve`` guarantees that no name matches two rules.
-        matches = {name: (rule, *hit) for name in ordered for rule in rules if (hit := rule.match(name)) is not None}
-        numbers = [rule.number for rule, _, _ in matches.values()]
-        self.summary[:] = [f"rule {r.number}, {r.kind}: {numbers.count(r.number)} names as {r.text}" for r in rules]
-        return matches
 
     def values(self, arguments: Mapping[str, Any]) -> dict[str, int]:
         """All variables with a value: the given one, else the checkpoint's argument, else the default.
@@ -383,12 +366,20 @@ def _variables(value: Any, where: str) -> dict[str, Variable]:
     return variables
 
 
-def _problems(rules: Sequence[Rule], names: Sequence[str]) -> tuple[list[str], int]:
+def _matches(rules: Iterable[Rule], name: str) -> list[_Match]:
+    return [(rule, *hit) for rule in rules if (hit := rule.match(name)) is not None]
+
+
+def _problems(
+    rules: Sequence[Rule], hits: Mapping[str, Sequence[_Match]], used: Collection[int]
+) -> tuple[list[str], int]:
     """Messages about names without exactly one rule and rules without a name, and the number of both."""
-    hits = {name: [rule.number for rule in rules if rule.match(name) is not None] for name in names}
-    unmatched = [name for name, rules_hit in hits.items() if not rules_hit]
-    ambiguous = [f"{name} (rules {', '.join(map(str, hit))})" for name, hit in hits.items() if len(hit) > 1]
-    used = {number for hit in hits.values() for number in hit}
+    unmatched = [name for name, found in hits.items() if not found]
+    ambiguous = [
+        f"{name} (rules {', '.join(str(rule.number) for rule, _, _ in found)})"
+        for name, found in hits.items()
+        if len(found) > 1
+    ]
     idle = [f"{rule.number} ({rule.text})" for rule in rules if rule.number not in used and not rule.optional]
     problems = []
     if unmatched:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,19 @@ import numpy as np
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
-from ftckpt.universal.catalog import Catalog, Reader
+from ftckpt.universal.catalog import FileReader, Stored, needs_optimizer, whole_fragment
 from ftckpt.universal.foreign import pickles
 from ftckpt.universal.foreign.distributed import METADATA, CheckpointDirectory, DcpChunk, StoredTensor
 from ftckpt.universal.megatron import names
 from ftckpt.universal.megatron.common import CONTENT, common_step, layout_of
-from ftckpt.universal.storage import fingerprint_of
 
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _LEFT_OUT = ("rerun_state_machine",)
 """Objects that have no meaning in another job."""
+_BUFFERS = "optimizer.distributed."
+"""Part of the names of optimizer state that is specific to a layout."""
 
 
 def recognises(path: Path) -> bool:
@@ -63,125 +64,94 @@ def iteration_directory(path: Path, iteration: int | None) -> Path:
     return directory
 
 
-@dataclass(frozen=True)
-class _ChunkRange:
-    """Bytes ``begin`` to ``end`` of ``chunk``; if that is None, the bytes ``value``."""
-
-    name: str
-    chunk: DcpChunk | None
-    begin: int
-    end: int
-    value: bytes = b""
-
-
-class MegatronDistReader(Reader):
+class MegatronDistReader(FileReader):
     """Reads the checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
 
     ``roles``: the roles to read, None for all. Weights alone can be read even if optimizer state is unreadable.
-
-    Raises:
-        ConvertError: a file is missing, truncated or corrupt, optimizer state is specific to a layout, or an object
-            needs code.
     """
 
-    def __init__(self, path: Path, iteration: int | None = None, roles: Iterable[str] | None = None) -> None:
-        self._wanted = None if roles is None else set(roles)
-        self.path = iteration_directory(path, iteration)
-        _check_config(self.path / CONFIG)
-        self._directory = CheckpointDirectory(self.path)
-        common = pickles.plain(pickles.load(self.path / COMMON))
+    def __init__(self, path: Path, iteration: int | None = None, roles: Collection[str] | None = None) -> None:
+        path = iteration_directory(path, iteration)
+        _check_config(path / CONFIG)
+        directory = CheckpointDirectory(path)
+        common = pickles.plain(pickles.load(path / COMMON))
         args = common.get("args") if isinstance(common.get("args"), dict) else {}
-        if self._wanted is None or self._wanted - {"weight", "buffer"}:
-            names.refuse_unreadable(self._all_names(), common.get(CONTENT) or {}, str(self.path))
-        self._reads: list[_ChunkRange] = []
-        fragments = list(self._fragments())
-        objects = {"megatron": common, "sharded_objects": self._objects()}
-        fragments += self._steps(fragments, common_step(objects, str(self.path / COMMON)))
-        self.catalog = Catalog(
+        if needs_optimizer(roles):
+            names.refuse_unreadable([*directory.tensors, *directory.objects], common.get(CONTENT) or {}, str(path))
+        stored = list(_stored(directory, roles))
+        objects = {"megatron": common, "sharded_objects": _objects(directory)}
+        step = common_step(objects, str(path / COMMON))
+        if step is not None and (roles is None or "step" in roles):
+            stored += _steps(stored, step, path / COMMON)
+        super().__init__(
+            path,
+            stored,
+            (file for file in path.iterdir() if file.is_file()),
             origin="megatron-dist",
             iteration=int(common.get("iteration", 0)),
             layout=layout_of(args),
-            fragments=tuple(fragments),
             objects=objects,
-            padded=frozenset(fragment.key for fragment in fragments if names.is_padded(fragment.key)),
         )
 
-    def read(self, index: int) -> Bytes:
-        read = self._reads[index]
-        if read.chunk is None:
-            return np.frombuffer(read.value, np.uint8)
-        return self._directory.chunk(read.name, read.chunk)[read.begin : read.end]
 
-    def where(self, index: int) -> Path:
-        """The file that holds a fragment."""
-        chunk = self._reads[index].chunk
-        return self.path / (COMMON if chunk is None else chunk.blob.file)
+def _objects(directory: CheckpointDirectory) -> dict[str, Any]:
+    objects = {}
+    for name in directory.objects:
+        if not name.startswith(_LEFT_OUT) and _BUFFERS not in name:
+            value = directory.object(name)
+            # Empty without FP8. Megatron requires it all the same, so the writer creates it.
+            if not (name.partition("/")[0].endswith("_extra_state") and value == [None]):
+                objects[name] = pickles.plain(value)
+    return objects
 
-    def fingerprint(self) -> str:
-        return fingerprint_of(file for file in self.path.iterdir() if file.is_file())
 
-    def close(self) -> None:
-        self._directory.close()
-
-    def _all_names(self) -> Iterator[str]:
-        yield from self._directory.tensors
-        yield from self._directory.objects
-
-    def _objects(self) -> dict[str, Any]:
-        objects = {}
-        for name in self._directory.objects:
-            if not name.startswith(_LEFT_OUT) and "optimizer.distributed." not in name:
-                value = self._directory.object(name)
-                # Empty without FP8. Megatron requires it all the same, so the writer creates it.
-                if not (name.partition("/")[0].endswith("_extra_state") and value == [None]):
-                    objects[name] = pickles.plain(value)
-        return objects
-
-    def _fragments(self) -> Iterator[Fragment]:
-        tensors = self._directory.tensors
-        for name, tensor in tensors.items():
-            role, bare = names.from_megatron(name)
-            if role == "master" and bare in tensors and tensors[bare].dtype == tensor.dtype:
-                role = "weight"  # the optimizer updates the weight itself: both copies must be equal
-            if "optimizer.distributed." in name or (self._wanted is not None and role not in self._wanted):
-                continue
+def _stored(directory: CheckpointDirectory, roles: Collection[str] | None) -> Iterator[Stored]:
+    tensors = directory.tensors
+    for name, tensor in tensors.items():
+        role, bare = names.from_megatron(name)
+        if role == "master" and bare in tensors and tensors[bare].dtype == tensor.dtype:
+            role = "weight"  # the optimizer updates the weight itself: both copies must be equal
+        if _BUFFERS not in name and (roles is None or role in roles):
             for chunk in tensor.chunks:
-                yield from self._of_chunk(name, f"{role}/", bare, tensor, chunk)
+                yield from _of_chunk(directory, name, (role, bare), chunk)
 
-    def _of_chunk(self, name: str, role: str, bare: str, tensor: StoredTensor, chunk: DcpChunk) -> Iterator[Fragment]:
-        shape, box, start, stop = _geometry(tensor, chunk)
-        item = DTYPE_BYTES[tensor.dtype]
-        if not names.STACKED.fullmatch(bare) or not shape:
-            self._reads.append(_ChunkRange(name, chunk, 0, (stop - start) * item))
-            yield Fragment(role + bare, tensor.dtype, shape, box, start, stop)
-            return
-        inner = Box(box.offset[1:], box.shape[1:])
-        size = math.prod(inner.shape)
-        # A partial flat range over several layers would have to be cut at layer borders.
-        if box.shape[0] != 1 and (start, stop) != (0, box.numel):
-            raise ConvertError(f"{self.path}: {name}: not supported: a flattened part of several layers")
-        for layer in range(box.shape[0]):
-            first, last = (start, stop) if box.shape[0] == 1 else (0, size)
-            begin = layer * size * item
-            self._reads.append(_ChunkRange(name, chunk, begin, begin + (last - first) * item))
-            key = role + names.unstacked(bare, box.offset[0] + layer)
-            yield Fragment(key, tensor.dtype, shape[1:], inner, first, last)
 
-    def _steps(self, fragments: list[Fragment], step: float | None) -> list[Fragment]:
-        if step is None or (self._wanted is not None and "step" not in self._wanted):
-            return []
-        shapes = {
-            fragment.key.partition("/")[2]: fragment.global_shape
-            for fragment in fragments
-            if fragment.key.startswith("exp_avg/")
-        }
-        made = []
-        for name, shape in shapes.items():
-            counts = names.step_shape(name, shape)
-            value = np.full(counts, step, np.float32).tobytes()
-            self._reads.append(_ChunkRange(name, None, 0, len(value), value))
-            made.append(Fragment.whole(f"step/{name}", "F32", counts, Box((0,) * len(counts), counts)))
-        return made
+def _of_chunk(directory: CheckpointDirectory, name: str, key: tuple[str, str], chunk: DcpChunk) -> Iterator[Stored]:
+    (role, bare), tensor = key, directory.tensors[name]
+    shape, box, start, stop = _geometry(tensor, chunk)
+
+    def stored(fragment: Fragment, begin: int = 0) -> Stored:
+        return Stored(
+            fragment,
+            directory.path / chunk.blob.file,
+            lambda: directory.chunk(name, chunk)[begin : begin + fragment.nbytes],
+            names.is_padded(fragment.key),
+        )
+
+    if not names.STACKED.fullmatch(bare) or not shape:
+        yield stored(Fragment(f"{role}/{bare}", tensor.dtype, shape, box, start, stop))
+        return
+    inner = Box(box.offset[1:], box.shape[1:])
+    # A partial flat range over several layers would have to be cut at layer borders.
+    if box.shape[0] != 1 and (start, stop) != (0, box.numel):
+        raise ConvertError(f"{directory.path}: {name}: not supported: a flattened part of several layers")
+    for layer in range(box.shape[0]):
+        first, last = (start, stop) if box.shape[0] == 1 else (0, inner.numel)
+        of_layer = f"{role}/{names.unstacked(bare, box.offset[0] + layer)}"
+        fragment = Fragment(of_layer, tensor.dtype, shape[1:], inner, first, last)
+        yield stored(fragment, layer * inner.numel * DTYPE_BYTES[tensor.dtype])
+
+
+def _steps(stored: Sequence[Stored], step: float, file: Path) -> list[Stored]:
+    """``step/NAME`` of each parameter with optimizer state: the common ``step``."""
+    moments = [each.fragment for each in stored if each.fragment.key.startswith("exp_avg/")]
+    shapes = {fragment.key.partition("/")[2]: fragment.global_shape for fragment in moments}
+    made = []
+    for name, shape in shapes.items():
+        counts = names.step_shape(name, shape)
+        value: Bytes = np.full(counts, step, np.float32).view(np.uint8).reshape(-1)
+        made.append(Stored(whole_fragment(f"step/{name}", "F32", counts), file, partial(np.asarray, value)))
+    return made
 
 
 def _geometry(tensor: StoredTensor, chunk: DcpChunk) -> tuple[Shape, Box, int, int]:

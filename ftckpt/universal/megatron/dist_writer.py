@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.universal.catalog import TORCH_DTYPES, WEIGHTS_ALONE, Catalog, Get, Rows, Tensor, Unit
-from ftckpt.universal.consolidation import WEIGHT, lacking_weight, master_of, refuse_remainders, with_derived
+from ftckpt.universal.consolidation import WEIGHT, master_of, refuse_remainders, require_weights, with_derived
 from ftckpt.universal.foreign import pickles
 from ftckpt.universal.megatron import names
 from ftckpt.universal.megatron.common import SHARDING, arguments_of, hyperparameters, make_common
@@ -60,9 +60,7 @@ class MegatronDistWriter:
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
         every = sorted(with_derived(catalog, tensors))
         refuse_remainders(every)
-        lacking = lacking_weight(every)
-        if lacking:
-            raise ConvertError(f"the source has no weights of {lacking}, and no type to cast masters to")
+        require_weights(every)
         steps = [tensor for tensor in every if tensor.role == STEP]
         self._stored = [tensor for tensor in every if tensor.role != STEP]
         keys = {tensor.key for tensor in self._stored}

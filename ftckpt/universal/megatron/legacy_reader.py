@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
-from ftckpt.model.fragment import Box, Fragment, Shape
-from ftckpt.universal.catalog import DTYPE_NAMES, Catalog, Reader
+from ftckpt.universal.catalog import FileReader, Stored, needs_optimizer
 from ftckpt.universal.foreign import archives, pickles
+from ftckpt.universal.foreign.slices import ParameterSlice, stored_in
 from ftckpt.universal.language.placing import LocalTensor, Placement, place
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron import names
 from ftckpt.universal.megatron.common import layout_of
 from ftckpt.universal.megatron.dist_reader import TRACKER, iteration_directory
-from ftckpt.universal.storage import fingerprint_of
 
 DISTRIBUTED_FILE = "distrib_optim.pt"
 _ALIGNMENT = 64
@@ -34,19 +32,7 @@ _ALIGNMENT = 64
 _REMEDY = "convert the weights alone with --roles weight,buffer, or save in Megatron's torch_dist format"
 
 
-@dataclass(frozen=True)
-class RankTensor:
-    """A tensor in a rank's file. ``shape`` is the parameter's, also if ``tensor`` is its ``step``."""
-
-    role: str
-    name: str
-    coords: tuple[tuple[str, int], ...]
-    tensor: torch.Tensor
-    shape: Shape
-    file: Path
-
-
-def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[RankTensor]]) -> Iterator[RankTensor]:
+def read_optimizer(file: Path, state: Any, chunks: Sequence[Sequence[ParameterSlice]]) -> Iterator[ParameterSlice]:
     """Optimizer state of the parameters of a rank's model ``chunks``, which are in the model's order.
 
     Raises:
@@ -77,7 +63,7 @@ def _is_parameter(name: str) -> bool:
     return not name.endswith("_extra_state") and names.BUFFER.fullmatch(name) is None
 
 
-def _by_optimizer(chunks: Sequence[Sequence[RankTensor]], count: int) -> list[list[list[RankTensor]]]:
+def _by_optimizer(chunks: Sequence[Sequence[ParameterSlice]], count: int) -> list[list[list[ParameterSlice]]]:
     """The parameters of each optimizer, by chunk: the second of two is that of experts."""
     if count == 1:
         return [[list(chunk) for chunk in chunks]]
@@ -88,14 +74,14 @@ def _by_optimizer(chunks: Sequence[Sequence[RankTensor]], count: int) -> list[li
 
 
 def _numbered(
-    file: Path, part: Mapping[str, Any], inner: Mapping[str, Any], parameters: Sequence[RankTensor]
-) -> Iterator[RankTensor]:
+    file: Path, part: Mapping[str, Any], inner: Mapping[str, Any], parameters: Sequence[ParameterSlice]
+) -> Iterator[ParameterSlice]:
     masters = part.get("fp32_from_fp16_params") or [()] * len(inner["param_groups"])
     pairs = [(group, stored) for group, stored in zip(inner["param_groups"], masters, strict=True) if group["params"]]
     dealt = _deal(file, [group for group, _ in pairs], parameters)
     half = (torch.float16, torch.bfloat16)
     for (group, stored), mine in zip(pairs, dealt, strict=True):
-        copies = [each for each in mine if each.tensor.dtype in half]
+        copies = [each for each in mine if each.values.dtype in half]
         if len(copies) != len(stored):
             raise ConvertError(f"{file}: {len(stored)} masters for {len(copies)} parameters; {_REMEDY}")
         for each, master in zip(copies, stored, strict=False):
@@ -107,10 +93,10 @@ def _numbered(
 
 
 def _deal(
-    file: Path, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankTensor]
-) -> list[list[RankTensor]]:
+    file: Path, groups: Sequence[Mapping[str, Any]], parameters: Sequence[ParameterSlice]
+) -> list[list[ParameterSlice]]:
     """The parameters of each group: a group without weight decay has biases and one-dimensional parameters."""
-    dealt: list[list[RankTensor]] = [[] for _ in groups]
+    dealt: list[list[ParameterSlice]] = [[] for _ in groups]
     plain = [float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) == 0.0 for group in groups]
     for each in parameters:
         flat = len(each.shape) == 1 or each.name.endswith(".bias")
@@ -127,25 +113,25 @@ def _deal(
     return dealt
 
 
-def _checked(each: RankTensor, role: str, value: torch.Tensor) -> RankTensor:
+def _checked(each: ParameterSlice, role: str, value: torch.Tensor) -> ParameterSlice:
     if role == "step":
-        return replace(each, role=role, tensor=value.reshape(1))
-    if value.shape != each.tensor.shape:
+        return replace(each, role=role, values=value.reshape(1), is_number=True)
+    if tuple(value.shape) != each.shape:
         shapes = f"{tuple(value.shape)} and {each.shape}"
         raise ConvertError(f"{each.file}: {role} of {each.name} and the weight differ in shape: {shapes}; {_REMEDY}")
-    return replace(each, role=role, tensor=value)
+    return replace(each, role=role, values=archives.flat(value, f"{role} of {each.name}"))
 
 
 def _buffered(
-    file: Path, inner: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Sequence[RankTensor]]
-) -> Iterator[RankTensor]:
+    file: Path, inner: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Sequence[ParameterSlice]]
+) -> Iterator[ParameterSlice]:
     """State of the distributed optimizer: flat buffers, one per model chunk and type, parameters in reverse order."""
     steps = {
         float(group["step"])
         for group in inner["param_groups"]
         if isinstance(group.get("step"), (float, torch.Tensor))
     }
-    expected = [(chunk, dtype) for chunk in chunks for dtype in dict.fromkeys(each.tensor.dtype for each in chunk)]
+    expected = [(chunk, dtype) for chunk in chunks for dtype in dict.fromkeys(each.values.dtype for each in chunk)]
     buffers = [
         (types, value)
         for index in sorted(k for k in state if isinstance(k, int))
@@ -157,7 +143,7 @@ def _buffered(
         raise ConvertError(f"{file}: {len(buffers)} buffers, the model should have {len(expected)}; {_REMEDY}")
     for (_, value), (chunk, dtype) in zip(buffers, expected, strict=True):
         # Reversed, as Megatron fills its buffers roughly in the order of the backward pass.
-        mine = [each for each in chunk if each.tensor.dtype == dtype][::-1]
+        mine = [each for each in chunk if each.values.dtype == dtype][::-1]
         # Assumes a single bucket; with several the sizes below disagree, which is an error.
         places = _aligned(mine)
         end = places[-1] + math.prod(mine[-1].shape) if mine else 0
@@ -169,16 +155,17 @@ def _buffered(
                     f"several buckets, whose sizes the file does not record; {_REMEDY}"
                 )
         for each, begin in zip(mine, places, strict=True):
+            # The optimizer updates a 32-bit weight itself: its ``param`` is the weight, not a master.
+            named = {"param": "weight" if dtype == torch.float32 else "master"}
             for role, flat in tensors.items():
-                values = flat[begin : begin + math.prod(each.shape)].view(each.shape)
-                # The optimizer updates a 32-bit weight itself: its ``param`` is the weight, not a master.
-                own = role == "param" and each.tensor.dtype == torch.float32
-                yield replace(each, role="weight" if own else "master" if role == "param" else role, tensor=values)
+                values = flat[begin : begin + math.prod(each.shape)]
+                yield replace(each, role=named.get(role, role), values=values)
             if len(steps) == 1:
-                yield replace(each, role="step", tensor=torch.tensor(list(steps), dtype=torch.float32))
+                step = torch.tensor(list(steps), dtype=torch.float32)
+                yield replace(each, role="step", values=step, is_number=True)
 
 
-def _aligned(parameters: Sequence[RankTensor]) -> list[int]:
+def _aligned(parameters: Sequence[ParameterSlice]) -> list[int]:
     places, at = [], 0
     for each in parameters:
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
@@ -206,93 +193,46 @@ def recognises(path: Path) -> bool:
         return False
 
 
-class MegatronLegacyReader(Reader):
+class MegatronLegacyReader(FileReader):
     """Reads the checkpoint in ``path``, or that of ``iteration`` (default: the newest) among those in ``path``.
 
     ``spec`` describes the sharding. ``roles``: the roles to read, None for all.
-
-    Raises:
-        ConvertError: a rank's file is missing, ranks disagree, the parameters of optimizer state cannot be
-            identified, or an object needs code.
-        SpecError: the specification does not fit the names or shapes.
     """
 
     def __init__(
-        self, path: Path, spec: Spec | None, iteration: int | None = None, roles: Iterable[str] | None = None
+        self, path: Path, spec: Spec | None, iteration: int | None = None, roles: Collection[str] | None = None
     ) -> None:
-        self.path = find(path, iteration)
+        path = find(path, iteration)
         if spec is None:
             raise ConvertError(
-                f"{self.path}: does not record its sharding: give a specification with --spec, such as gpt or llama"
+                f"{path}: does not record its sharding: give a specification with --spec, such as gpt or llama"
             )
-        wanted = None if roles is None else set(roles)
-        states = {coords: (file, pickles.load(file)) for coords, file in _files(self.path)}
+        states = {coords: (file, pickles.load(file)) for coords, file in _files(path)}
         first = next(iter(states.values()))[1]
-        _check_alike(list(states.values()), wanted is None or bool(wanted - {"weight", "buffer"}))
+        _check_alike(list(states.values()), needs_optimizer(roles))
         args = _arguments(first)
-        self._tensors: list[tuple[torch.Tensor, Box | None]] = []
-        self._files: list[Path] = []
         tensors = [
             each
             for coords, (file, state) in states.items()
-            for each in _rank_tensors(_coords(coords, args), file, state, wanted)
+            for each in _rank_tensors(_coords(coords, args), file, state, roles)
         ]
         placed = _places(spec, tensors, args)
-        fragments = [
-            fragment for each in tensors for fragment in self._fragments(each, placed[each.name, each.coords])
-        ]
-        fragments = [each for each in fragments if wanted is None or each.key.partition("/")[0] in wanted]
-        keys = {fragment.key: fragment.key.partition("/") for fragment in fragments}
-        vocabularies = {placement.name for placement in placed.values() if placement and placement.padded}
-        averages = {placement.name for placement in placed.values() if placement and placement.average}
-        self.catalog = Catalog(
+        stored = (one for each in tensors for one in _stored(each, placed[each.name, each.coords]))
+        super().__init__(
+            path,
+            (one for one in stored if roles is None or one.fragment.key.partition("/")[0] in roles),
+            path.glob("mp_rank_*/*.pt"),
             origin="megatron-legacy",
             iteration=int(first.get("iteration") or 0),
             layout=layout_of(args),
-            fragments=tuple(fragments),
             objects={"megatron": _objects(first)},
-            padded=frozenset(key for key, (role, _, name) in keys.items() if name in vocabularies and role != "step"),
-            average=frozenset(key for key, (_, _, name) in keys.items() if name in averages),
         )
 
-    def read(self, index: int) -> Bytes:
-        if not self._tensors:
-            raise ConvertError(f"{self.path}: was closed")
-        tensor, box = self._tensors[index]
-        archives.check(tensor, self.catalog.fragments[index].key)
-        if box is not None:
-            for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-                tensor = tensor.narrow(dim, offset, size)
-        data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        return data
 
-    def where(self, index: int) -> Path:
-        """The file that holds a fragment."""
-        return self._files[index]
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(self.path.glob("mp_rank_*/*.pt"))
-
-    def close(self) -> None:
-        self._tensors = []
-
-    def _fragments(self, part: RankTensor, placement: Placement | None) -> Iterator[Fragment]:
-        if placement is None:
-            return
-        role = "buffer" if part.role == "weight" and names.BUFFER.fullmatch(placement.name) else part.role
-        dtype = DTYPE_NAMES.get(part.tensor.dtype)
-        if dtype is None:
-            raise ConvertError(f"{part.file}: {part.name} has the unsupported type {part.tensor.dtype}")
-        # A step is one number, however many boxes its parameter has.
-        for box_map in placement.boxes[: 1 if role == "step" else None]:
-            key = f"{role}/{placement.name}"
-            self._files.append(part.file)
-            if role == "step":
-                self._tensors.append((part.tensor, None))
-                yield Fragment.whole(key, dtype, *placement.of_number(part.shape))
-            else:
-                self._tensors.append((part.tensor, box_map.local))
-                yield Fragment.whole(key, dtype, placement.shape, box_map.box)
+def _stored(part: ParameterSlice, placement: Placement | None) -> Iterator[Stored]:
+    if placement is not None:
+        is_buffer = part.role == "weight" and names.BUFFER.fullmatch(placement.name)
+        yield from stored_in(part, placement, "buffer" if is_buffer else part.role)
 
 
 def find(path: Path, iteration: int | None) -> Path:
@@ -384,8 +324,10 @@ def _check_alike(states: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: b
             raise ConvertError(f"{lacking}: holds no optimizer, files of other ranks do")
 
 
-def _rank_tensors(coords: Mapping[str, int], file: Path, state: Any, roles: set[str] | None) -> Iterator[RankTensor]:
-    chunks: list[list[RankTensor]] = []
+def _rank_tensors(
+    coords: Mapping[str, int], file: Path, state: Any, roles: Collection[str] | None
+) -> Iterator[ParameterSlice]:
+    chunks: list[list[ParameterSlice]] = []
     models = sorted((int(match[1] or 0), key) for key in state if (match := _MODEL.fullmatch(str(key))))
     if not models:
         raise ConvertError(f"{file}: has no model")
@@ -393,11 +335,11 @@ def _rank_tensors(coords: Mapping[str, int], file: Path, state: Any, roles: set[
         where = {**coords, "vpp": chunk} if len(models) > 1 else dict(coords)
         tensors = dict(_tensors(state[key]))
         chunks.append([
-            RankTensor("weight", name, tuple(sorted(where.items())), tensor, tuple(tensor.shape), file)
+            ParameterSlice.whole("weight", name, tuple(sorted(where.items())), tensor, file)
             for name, tensor in tensors.items()
         ])  # fmt: skip
     yield from (each for chunk in chunks for each in chunk)
-    if roles is None or roles - {"weight", "buffer"}:
+    if needs_optimizer(roles):
         yield from read_optimizer(file, state.get("optimizer"), chunks)
 
 
@@ -411,7 +353,7 @@ def _tensors(model: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _places(
-    spec: Spec, tensors: Iterable[RankTensor], args: Mapping[str, Any]
+    spec: Spec, tensors: Iterable[ParameterSlice], args: Mapping[str, Any]
 ) -> dict[tuple[str, tuple[tuple[str, int], ...]], Placement | None]:
     weights = [each for each in tensors if each.role == "weight"]
     stored = [LocalTensor(each.name, each.shape, dict(each.coords)) for each in weights]

@@ -1,4 +1,4 @@
-"""What Megatron-DeepSpeed's script needs to train on CPU ranks, and exact numbers in its logs; for the probe alone.
+"""Lets Megatron-DeepSpeed's script train on CPU ranks, and log exact numbers; for the probe alone.
 
 Python imports a module of this name from PYTHONPATH by itself, in each process that it starts.
 

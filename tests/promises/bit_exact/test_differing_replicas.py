@@ -1,4 +1,4 @@
-"""Replicas that come to differ while training runs: each holder copies its own from then on, and nothing is lost."""
+"""Replicas that diverge while training runs: each holder copies its own from then on, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def plans(settings: dict[str, Any]) -> list[int]:
 
 
 def resumed_at(settings: dict[str, Any]) -> int:
-    """Where a restart goes on, to the same bits as a job that nothing happened to."""
+    """The iteration from which a restart resumes, to the same bits as an undisturbed job."""
     reference = jobs.outcomes(RANKS, jobs.Run(ARGV, until=14))
     return jobs.assert_continues(reference, jobs.outcomes(RANKS, jobs.Run(ARGV, until=14, settings=settings)))
 
@@ -188,7 +188,7 @@ def test_a_drift_that_a_proof_finds_before_a_sample_is_not_restored(settings: di
 def test_a_drift_goes_to_storage_only_as_doubtful_and_what_was_before_it_stays(
     settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job ends between the alarm and the proof, with ``DRIFTS_AT`` as the newest whole snapshot."""
+    """The job ends between the alarm and the proof, with ``DRIFTS_AT`` as the newest committed snapshot."""
     where = tmp_path / "storage"
     settings |= {"persist": str(where), "persist_format": "safetensors", "persist_interval": 100, "persist_keep": 1}
     run = jobs.Run(ARGV, until=DRIFTS_AT + 3, settings=settings)

@@ -1,4 +1,4 @@
-"""A job is built in the layout that was chosen for the ranks there are, and goes on from memory in another one.
+"""A job is built in the layout that was chosen for the available ranks, and resumes from memory in another one.
 
 ``MEGATRON_LM=DIR`` names a checkout of Megatron-LM at core_v0.16.1, whose train loop is not in the wheel.
 """
@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,30 +109,27 @@ FLAGS = (
 )
 """Without dropout, whose masks depend on the layout, and with one size of the padded vocabulary in all layouts."""
 LOSS = re.compile(r" iteration +(\d+)/ .* lm loss: ([^ ]+) ")
-STANDIN = "import os\nif 'LOCAL_RANK' in os.environ:\n    from tests.support import standin\n    standin.install()\n"
 
 
 class MegatronLM:
-    """Starts pretrain_gpt.py, under the runner or from a patched checkout."""
+    """Starts pretrain_gpt.py under the runner."""
 
-    def __init__(self, checkout: Path, here: Path, arena: Path, patched: bool) -> None:
-        self.here, self.checkout, self.patched = here, checkout, patched
+    def __init__(self, checkout: Path, here: Path, arena: Path) -> None:
+        self.here, self.checkout = here, checkout
         self.ftckpt = ["--ftckpt", "--ftckpt-job", "lm", "--ftckpt-protect", "none", "--ftckpt-node", "n"]
         self.ftckpt += ["--ftckpt-arena", str(arena), "--ftckpt-events", str(here / "events")]
         self.ftckpt += ["--ftckpt-objects-size", "1MiB", "--ftckpt-layouts", "tp2pp2,tp2pp1"]
-        (here / "site").mkdir()
-        (here / "site" / "sitecustomize.py").write_text(STANDIN)
         self.env = {
-            **os.environ, "FTCKPT_DEVICE": "" if patched else "tests.support.standin:cpu", "OMP_NUM_THREADS": "1",
+            **os.environ, "FTCKPT_DEVICE": "tests.support.standin:cpu", "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": f"{here / 'site'}:{ROOT}:{checkout}" if patched else f"{ROOT}:{checkout}",
+            "PYTHONPATH": f"{ROOT}:{checkout}",
             "NO_VCS_VERSION": "1", "PYENV_VERSION": platform.python_version(), "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
 
     def train(self, name: str, ranks: int, settings: Sequence[str], until: int | None = None) -> dict[int, float]:
         """To the end, or until there is a snapshot of iteration ``until``, when all die; losses by iteration."""
         log = self.here / f"{name}.log"
-        script = [*([] if self.patched else ["-m", "ftckpt.megatron"]), str(self.checkout / "pretrain_gpt.py")]
+        script = ["-m", "ftckpt.megatron", str(self.checkout / "pretrain_gpt.py")]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
             *(*script, *COMMON.split(), *FLAGS.split(), "--data-cache-path", str(self.here / "cache"), *settings),
@@ -152,12 +148,12 @@ class MegatronLM:
         return read_events(self.here / "events", name, of="rank0")
 
     def newest(self) -> int:
-        """The newest iteration of which there is a snapshot."""
+        """The newest iteration with a snapshot."""
         return max((event["iteration"] for event in self.told("snapshot")), default=0)
 
 
 @pytest.fixture
-def megatron_lm(request: pytest.FixtureRequest, tmp_path: Path, arena_root: Path) -> MegatronLM:
+def megatron_lm(tmp_path: Path, arena_root: Path) -> MegatronLM:
     checkout = os.environ.get("MEGATRON_LM")
     if not checkout:
         pytest.skip("MEGATRON_LM names no checkout of Megatron-LM")
@@ -166,14 +162,11 @@ def megatron_lm(request: pytest.FixtureRequest, tmp_path: Path, arena_root: Path
     shutil.copytree(Path(checkout) / "megatron", copy / "megatron")
     for path in Path(checkout).glob("*.py"):
         shutil.copy(path, copy)
-    if request.param:
-        subprocess.run(["bash", ROOT / "patches" / "apply.sh", copy], check=True)
-    return MegatronLM(copy, tmp_path, arena_root, request.param)
+    return MegatronLM(copy, tmp_path, arena_root)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("megatron_lm", [False, True], ids=["runner", "patched"], indirect=True)
 def test_megatron_lms_own_script(megatron_lm: MegatronLM) -> None:
     """Four ranks, then two, then four again."""
     expected = megatron_lm.train("undisturbed", 4, [])

@@ -25,7 +25,7 @@ SMALL = {
     "protect_timeout_secs": 200.0,
 }  # fmt: skip
 NODES = {16: 4, 128: 8}
-"""By the number of ranks."""
+"""Number of nodes by the number of ranks."""
 
 
 def join(rank: int, world_size: int, store: Path) -> None:

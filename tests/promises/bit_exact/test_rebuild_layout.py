@@ -1,4 +1,4 @@
-"""Nodes are gone and the job goes on with fewer ranks: what they held is rebuilt by those that are left."""
+"""Nodes are lost and the job resumes with fewer ranks, which reconstruct the lost shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose(rank: int, world_size: int, job: Job, nodes: tuple[str, ...], events:
 
 
 def choose_and_die(rank: int, world_size: int, job: Job, nodes: tuple[str, ...], kill: str) -> Any:
-    """As ``choose``; rank 0 dies when it comes to the step ``kill`` of a rebuild."""
+    """Runs ``choose``; rank 0 dies when it reaches the step ``kill`` of a reconstruction."""
     return chosen(rank, job, nodes, None, kill)
 
 
@@ -57,7 +57,7 @@ def chosen(rank: int, job: Job, nodes: tuple[str, ...], events: Path | None, kil
 
 
 def started(job: Job, nodes: tuple[str, ...], tmp_path: Path) -> tuple[int, str, Job]:
-    """The iteration, what it came from, and the job with its arenas where they are now."""
+    """The iteration, its source, and the job with its arenas where they are now."""
     told = [result.value for result in run_ranks(choose, len(nodes), job, nodes, tmp_path / "events")]
     assert all(value == told[0] for value in told)
     iteration, layout, sources, source = told[0]
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Job, tuple[str, ...], tuple[str, ...], set[str]]] = {
         ("n0", "n2", "n9", "n9"), {"peer_parity"},
     ),
 }  # fmt: skip
-"""The job, nodes that are gone, nodes of the ranks that go on, what is rebuilt from what."""
+"""The job, lost nodes, nodes of the remaining ranks, the sources of each reconstructed shard."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,7 +128,7 @@ def test_an_arena_of_a_node_that_has_fewer_ranks_now(arena_root: Path, tmp_path:
 @pytest.mark.faults
 @pytest.mark.parametrize("kill", ["open", "put", "finish"])
 def test_killed_while_it_rebuilds_for_another_layout(kill: str, arena_root: Path, tmp_path: Path) -> None:
-    """The next start rebuilds it anew, wherever its ranks are."""
+    """The next start reconstructs it again, wherever its ranks are."""
     job = Job(arena_root, ("n0", "n0", "n1", "n1", "n2", "n2"), PEER)
     build(job, (3, 4, 5), (4, 5))
     wanted = [contents(job, rank, 5) for rank in range(6)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.promises.bit_exact.reshaping import DEEPSPEED, ITERATION, job_of, ranks_of
 from tests.support.pool import run_ranks
-from tests.support.reshaping import DEEPSPEED, ITERATION, job_of, ranks_of
 from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]
@@ -72,7 +72,7 @@ def pairs(table: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def left() -> dict[str, Path]:
-    """By source, the memory that a job in that layout has left: each target restores a copy of it."""
+    """The memory that a job has left, by its layout: each target restores a copy of it."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""A job goes on in another layout from what lies in memory: every element, wherever it is killed on the way."""
+"""A job resumes in another layout from memory: every element, wherever it is killed in between."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Layout:
 
 
 def value(key: str, iteration: int, shape: Sequence[int]) -> torch.Tensor:
-    """What a tensor is after ``iteration`` steps: of its rows the first ones are the same however many there are."""
+    """A tensor after ``iteration`` steps: its first rows are the same however many there are."""
     size = 1
     for length in shape:
         size *= length
@@ -126,6 +126,9 @@ class State:
         assert objects["shard"] == self.layout.topology(self.rank).me.shard
         self.iteration = objects["iteration"]
 
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        pass
+
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         self.told = ([dict(one) for one in objects], iteration)
         self.iteration = objects[0]["iteration"]
@@ -141,7 +144,7 @@ class State:
         ]
 
     def advance(self, iteration: int) -> None:
-        """What an optimizer does; the embedding's padding is this layout's own."""
+        """One optimizer step; the embedding's padding is this layout's own."""
         self.iteration = iteration
         for piece in self.pieces:
             if piece.derived_from is not None:
@@ -172,7 +175,7 @@ class Attempt:
     """Start in ``layout``, train up to and with iteration ``until``, and end: the arenas stay unless ``ends``.
     ``persists``: not before a snapshot is on storage.
 
-    ``kill`` is a point of ``POINTS``. ``spoil`` names a piece of which rank 1 has other bits.
+    ``kill`` is a point of ``POINTS``. ``spoil`` names a piece that has other bits on rank 1.
     """
 
     layout: Layout
@@ -186,7 +189,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a rank saw: the iteration it restored, what was wrong then, what its state was told, its scratch."""
+    """The view of a rank: the iteration it restored, the problems then, the calls of its state, its scratch."""
 
     start: int | None
     wrong: list[str]
@@ -231,7 +234,7 @@ def _at(dotted: str, rank: int, only: int | None, after: bool = True) -> None:
 
 
 def _after_seal(rank: int, checkpointer: Checkpointer, sealing: Sequence[int]) -> None:
-    """The first snapshot is sealed by the ranks ``sealing``, none of which hears of the others; then all die."""
+    """The first snapshot is sealed by the ranks ``sealing``, which do not know of each other; then all die."""
     original = checkpointer.step
 
     def fail(*_: object, **__: object) -> None:
@@ -271,10 +274,10 @@ POINTS: dict[str, Callable[[int, Checkpointer], None]] = {
     "old arenas gone with one rank": lambda rank, _: _at("ftckpt.session.arenas:NodeArenas.remove_old", rank, 0),
 }
 NEWER = {"sealed by all, known to none", "old arenas gone with one rank"}
-"""After these the first snapshot of the new layout is whole."""
+"""After these the first snapshot of the new layout is committed."""
 QUICK = {"one new arena", "sealed by one rank", "sealed by all, known to none"}
 REBUILDS = {"all is freed", "half rebuilt", "rebuilt"}
-"""Points that an attempt comes to only where shards are lost."""
+"""Points that an attempt reaches only where shards are lost."""
 CASES = [
     pytest.param(point, marks=[] if point in QUICK else [pytest.mark.slow])
     for point in POINTS
@@ -397,7 +400,7 @@ def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def old_arenas(module_root: Path) -> Path:
-    """What a job in the layout OLD has left: iteration LAST is whole."""
+    """The memory that a job in the layout OLD has left: iteration LAST is committed."""
     settings = {"job": "test", "arena": str(module_root), "chunk_size": "64KiB", "objects_size": "1MiB", "slots": 2}
     restarted(Attempt(OLD, LAST, settings))
     return module_root
@@ -413,7 +416,7 @@ def copied(source: Path, target: Path) -> None:
 def test_killed_while_it_changes_its_layout(
     point: str, plan: dict[str, Any], arena_root: Path, old_arenas: Path, tmp_path: Path
 ) -> None:
-    """The next start finds the same iteration, or the first of the new layout once it is whole, in either layout."""
+    """The next start in either layout finds the same iteration, or the first of the new layout once committed."""
     copied(old_arenas, arena_root)
     broken(Attempt(NEW, LAST + 3, plan, kill=point))
     found = LAST + 1 if point in NEWER else LAST
@@ -428,7 +431,7 @@ def test_killed_while_it_changes_its_layout(
 
 
 def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_root: Path, old_arenas: Path) -> None:
-    """No attempt takes a snapshot; none of them loses the one that is there, nor keeps what the last one left."""
+    """No attempt takes a snapshot; none of them loses the existing one, nor leaves files of the last one."""
     copied(old_arenas, arena_root)
     for layout in (NEW, Layout(tp=2, nodes=("n0", "n1")), Layout(pp=2, dp=2, nodes=("n1", "n1", "n0", "n0")), NEW):
         broken(Attempt(layout, LAST + 1, plan, kill="sealed by one rank"))
@@ -440,7 +443,7 @@ def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_roo
 
 
 def sealed(arena_root: Path) -> set[int]:
-    """Iterations of which a slot is there, on any node."""
+    """Iterations with a slot on any node."""
     reports = inventory_of(*arena_root.glob("ftckpt-test/n*")).arenas
     assert len(reports) == OLD.size and not any(report.problems for report in reports)
     return {slot.snapshot.iteration for report in reports for slot in report.slots}
@@ -448,7 +451,7 @@ def sealed(arena_root: Path) -> set[int]:
 
 @pytest.mark.faults
 def test_slots_of_the_old_layout_that_are_newer_are_void(plan: dict[str, Any], arena_root: Path) -> None:
-    """Else they would count again, beside what was trained since, when the one that is missing comes back."""
+    """Else they would count again, next to newer ones, when the missing node returns."""
     restarted(Attempt(OLD, LAST, plan))
     (path,) = arena_root.glob("ftckpt-test/n1/tp1-pp0-dp1.*")
     with closing(Arena.open(path, writable=True)) as arena:
@@ -470,7 +473,7 @@ def test_replicas_that_differ_are_not_mixed(plan: dict[str, Any]) -> None:
 
 
 def test_where_old_and_new_arenas_do_not_both_fit_a_job_goes_on_and_loses_nothing(plan: dict[str, Any]) -> None:
-    """It takes no snapshots until there is room."""
+    """It takes no snapshots until memory is free."""
     restarted(Attempt(OLD, LAST, plan))
     results = run_ranks(train_without_room, NEW.size, Attempt(NEW, LAST + 3, plan | {"slots": 4}))
     assert all(result.value.start == LAST and not result.value.wrong for result in results)
@@ -480,7 +483,7 @@ def test_where_old_and_new_arenas_do_not_both_fit_a_job_goes_on_and_loses_nothin
 def test_old_arenas_stay_until_a_snapshot_of_the_new_layout_is_protected(
     plan: dict[str, Any], arena_root: Path
 ) -> None:
-    """Until then they, and the parity over them, are what a lost node would be brought back from."""
+    """Until then they, and their parity, are the sources for the reconstruction of a lost node."""
     plan |= {"protect": "peer", "slots": 3}
     try:
         ended = [r.value for r in run_ranks(train_until_protected, OLD.size, Attempt(OLD, settings=plan))]
@@ -497,7 +500,7 @@ def test_old_arenas_stay_until_a_snapshot_of_the_new_layout_is_protected(
 
 @pytest.mark.faults
 def test_a_node_that_is_lost_right_after_a_restart_in_another_layout(plan: dict[str, Any], arena_root: Path) -> None:
-    """The newest snapshot, from which that went on, was not protected: an older one is taken."""
+    """The newest snapshot, from which that attempt resumed, was not protected: an older one is restored."""
     plan |= {"protect": "peer", "slots": 4, "protect_interval": 1000, "layouts": "tp2dp2,dp3,tp2dp1"}
     try:
         run_ranks(train_until_protected, OLD.size, Attempt(OLD, settings=plan))
@@ -516,7 +519,7 @@ def test_a_node_that_is_lost_right_after_a_restart_in_another_layout(plan: dict[
 
 @pytest.mark.faults
 def test_the_last_node_goes_on_without_the_protection_that_needs_two(plan: dict[str, Any], arena_root: Path) -> None:
-    """Where layouts are listed; a job that starts on one node with such modes and no list has an error in them."""
+    """For jobs with a list of layouts; on one node, without a list, such modes are an error."""
     plan |= {"protect": "copy,peer", "slots": 3}
     before, after = Layout(tp=2, dp=2, nodes=("n0", "n1", "n0", "n1")), Layout(tp=2, nodes=("n0", "n0"))
     try:

@@ -1,4 +1,4 @@
-"""A job that loses all its processes goes on from memory to the same bits as an unbroken one."""
+"""A job that loses all its processes resumes from memory to the same bits as an unbroken one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
@@ -59,8 +60,8 @@ FP16 = ["--precision", "fp16", "--loss-scale", "65536", "--loss-scale-window", "
 def test_another_precision_takes_all_but_the_loss_scaler(
     first: list[str], then: list[str], told: str, settings: dict[str, Any]
 ) -> None:
-    """Weights are made anew from their masters; as in Megatron's own checkpoints the scaler stays behind, and it is
-    said."""
+    """Weights are recomputed from their masters; as in Megatron's checkpoints the scaler is not restored: a log
+    line."""
     before = jobs.outcomes(2, jobs.Run([*first, "--tp", "2"], 4, settings, end="keep"))
     resumed = run_ranks(jobs.train_and_tell, 2, jobs.Run([*then, "--tp", "2"], 5, settings))
     (outcome, said), (other, nothing) = (result.value for result in resumed)
@@ -71,11 +72,16 @@ def test_another_precision_takes_all_but_the_loss_scaler(
     assert not jobs.events(settings, "snapshot_error")
 
 
+def drift(job: Any, rank: int) -> None:
+    """Give each rank its own dropout masks."""
+    torch.manual_seed(rank)
+
+
 def test_replicas_that_differ_are_each_captured(settings: dict[str, Any]) -> None:
     """Different dropout masks on ranks of one tensor-parallel group make its layer norms drift apart."""
     argv = ["--tp", "2"]
-    reference = jobs.outcomes(2, jobs.Run(argv, until=8, drift=True))
-    jobs.broken(2, jobs.Run(argv, until=6, settings=settings, drift=True, end="die"))
-    resumed = jobs.outcomes(2, jobs.Run(argv, until=8, settings=settings, drift=True))
+    reference = jobs.outcomes(2, jobs.Run(argv, until=8, prepare=drift))
+    jobs.broken(2, jobs.Run(argv, until=6, settings=settings, prepare=drift, end="die"))
+    resumed = jobs.outcomes(2, jobs.Run(argv, until=8, settings=settings, prepare=drift))
     jobs.assert_continues(reference, resumed)
     assert jobs.events(settings, "replicas_differ")

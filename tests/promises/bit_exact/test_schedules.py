@@ -1,4 +1,4 @@
-"""Every rung of the ladder, under every schedule of Megatron-core, brings back the same bits."""
+"""Every copy schedule, under every pipeline schedule of Megatron-core, restores the same bits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_resume_is_bit_exact(name: str, schedule: str, settings: dict[str, Any])
     assert not jobs.events(settings, "snapshot_error")
     copied = jobs.events(settings, "copied")
     assert len(copied) >= world_size * (KILLED - 2)
-    planned = [event for event in jobs.events(settings, "planned") if event["measured"]]
+    planned = jobs.events(settings, "planned")
     assert {event["rank"] for event in planned} == (set(range(world_size)) if schedule == "bubble" else set())
     timelines = jobs.events(settings, "timeline")
     assert {event["iteration"] for event in timelines} >= {2, 4, 6}

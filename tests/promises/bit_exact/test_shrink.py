@@ -1,4 +1,4 @@
-"""A node is lost and nothing takes its place: the job goes on with fewer ranks, in another layout, from memory.
+"""A node is lost without replacement: the job resumes with fewer ranks, in another layout, from memory.
 
 And with more again, once a node joins.
 """
@@ -77,7 +77,7 @@ def came_back(nodes: Nodes, since: float, ranks: int) -> dict[str, Any]:
 
 
 def check_same_state(nodes: Nodes, told: dict[str, Any]) -> None:
-    """What was restored is, bit for bit, what the last attempt had at that iteration."""
+    """The restored state is, bit for bit, that of the last attempt at that iteration."""
     before = [
         line["digest"]
         for line in lines(nodes.here / "digests.jsonl")

@@ -1,4 +1,4 @@
-"""What several ranks hold and is next to nothing, as Adam's counts of steps under FSDP, ties no shard to another."""
+"""Tiny replicated state, such as Adam's counts of steps under FSDP, ties no shard to another."""
 
 from __future__ import annotations
 

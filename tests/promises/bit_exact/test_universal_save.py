@@ -1,4 +1,4 @@
-"""A running job saves its newest snapshot for any layout: every element, by all ranks, whole or not at all."""
+"""A running job saves its newest snapshot for any layout: every element, by all ranks, completely or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 
 
 def value(key: str, iteration: int) -> torch.Tensor:
-    """What the tensor is after ``iteration`` steps."""
+    """The tensor after ``iteration`` steps."""
     size = int(np.prod(SHAPES[key]))
     return ((torch.arange(size, dtype=torch.float32) * 0.37 + len(key)).sin() * iteration).view(SHAPES[key])
 
@@ -86,6 +86,9 @@ class State:
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         self.iteration = objects["iteration"]
+
+    def check_objects(self, objects: Any, is_reshaped: bool) -> None:
+        pass
 
     def load_reshaped(self, objects: Sequence[Mapping[str, Any]], iteration: int) -> None:
         raise NotImplementedError

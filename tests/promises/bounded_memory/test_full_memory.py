@@ -1,4 +1,4 @@
-"""A node whose tmpfs is full: what memory has is restored and flushed, and what has no room waits and is said."""
+"""A node whose tmpfs is full: snapshots in memory are restored and flushed; new ones wait for memory."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def train_then_die(rank: int, world_size: int, settings: dict[str, Any]) -> None
 
 
 def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = False) -> tuple[int | None, float, bool]:
-    """Where this rank began, with which value, and whether it said in iteration 20 that it takes no snapshots. With
-    ``room`` there is some behind that."""
+    """The iteration and value that this rank started with, and whether it logged in iteration 20 that it takes no
+    snapshots. With ``room`` memory is free after that."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
     ftckpt.session.reminders._REPEAT_SECS = 0.05
@@ -87,7 +87,7 @@ def train(rank: int, world_size: int, settings: dict[str, Any], room: bool = Fal
 
 
 def began(results: list[Any]) -> tuple[int, bool]:
-    """The iteration and whether ranks said that they take no snapshots, alike on all of them."""
+    """The iteration and whether ranks logged that they take no snapshots, alike on all of them."""
     ((start, value, silent),) = {result.value for result in results}
     assert start in (KILLED_AT - 1, KILLED_AT) and value == start
     return start, silent
@@ -103,7 +103,7 @@ def test_a_job_goes_on_from_memory_and_its_end_is_flushed(full: dict[str, Any]) 
 def test_where_slots_have_no_room_the_job_says_so_again_and_again(
     room: bool, full: dict[str, Any], arena_root: Path, tmp_path: Path
 ) -> None:
-    """What it was restored from stays in memory; snapshots go on as soon as there is room."""
+    """The restored snapshot stays in memory; snapshots continue as soon as memory is free."""
     newest = free_all_but_one(arena_root / "ftckpt-test" / "node")
     leave_free(arena_root, 0)
     start, silent = began(run_ranks(train, RANKS, full, room))
@@ -116,13 +116,13 @@ def test_where_slots_have_no_room_the_job_says_so_again_and_again(
 
 
 def train_with_small_files(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    """As ``train``, where no file may be as large as a slot."""
+    """Runs ``train`` where no file may be as large as a slot."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     return train(rank, world_size, settings)
 
 
 def test_a_limit_of_file_sizes_is_named_again_and_again(settings: dict[str, Any], tmp_path: Path) -> None:
-    """What a login node has (``ulimit -f``): such a job trains, and takes no snapshot at all."""
+    """The limit of a login node (``ulimit -f``): such a job trains, and takes no snapshot at all."""
     settings |= {"protect": "none", "objects_size": "1MiB"}
     results = run_ranks(train_with_small_files, 2, settings)
     assert all(result.value[2] for result in results)

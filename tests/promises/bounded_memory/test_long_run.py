@@ -1,4 +1,4 @@
-"""Hundreds of snapshots leave no more memory, files or threads behind than the first few."""
+"""Hundreds of snapshots leave no more memory, files or threads than the first few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiproc
 SNAPSHOTS, SETTLED = 300, 100
 ARGV = ["--pp", "2"]
 GROWTH_BYTES = 3 << 20
-"""What allocators and Python's own caches move by; 1 % of a leak of the state per snapshot would be far above."""
+"""The noise of allocators and Python's own caches; 1 % of a leak of the state per snapshot would be far above."""
 
 
 def usage() -> tuple[int, int, int]:

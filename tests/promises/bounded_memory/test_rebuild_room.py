@@ -1,4 +1,4 @@
-"""A node is so full that what a gone node held can be rebuilt only in place of what no restart needs any more."""
+"""A node is so full that lost shards can be reconstructed only in place of snapshots that no restart needs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.multiproc
 
 NODES = ("n0", "n0", "n1", "n1", "n2", "n2")
 LEFT = ("n0", "n2", "n2")
-"""Of the ranks that go on; of the two shards of n1 each node rebuilds one."""
+"""The nodes of the remaining ranks; each reconstructs one of the two shards of n1."""
 
 
 @dataclass
 class Lost:
-    """A job whose node n1 is gone, with its directory set aside, and n0 on a tmpfs of its own."""
+    """A job whose node n1 is lost, with its directory set aside, and n0 on a tmpfs of its own."""
 
     job: Job
     aside: Path
@@ -98,7 +98,7 @@ def restored(lost: Lost, tmp_path: Path, wanted: Any, iteration: int = 5, nodes:
 def test_what_was_passed_by_is_given_up_for_a_rebuild(
     arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Snapshots that are neither whole nor protected; what would be taken in place of the newest one stays."""
+    """Snapshots that are neither complete nor protected; the one that would replace the newest stays."""
     lost, wanted = lose(arena_root, tmp_path / "n1", monkeypatch, (2, 3, 4, 5))
     leave_free(node, 8192)
     assert restored(lost, tmp_path, wanted) == "peer_parity"
@@ -195,7 +195,7 @@ def test_killed_after_snapshots_were_given_up(
 def test_killed_and_the_node_comes_back_with_a_newer_one(
     arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where older ones suffice, newer ones stay until this restart has its snapshot."""
+    """If evicting older ones suffices, newer ones stay until this restart has its snapshot."""
     lost, wanted = lose(arena_root, tmp_path / "n1", monkeypatch, (3, 4, 5, 6))
     leave_free(node, 8192)
     broken(lost.job, *POINTS["half rebuilt"])

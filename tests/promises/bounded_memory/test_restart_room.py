@@ -36,7 +36,7 @@ MANY = Layout(tp=2, dp=2, nodes=("n0", "n0", "n0", "n1"), width=2 * WIDE)
 FEW = Layout(dp=2, nodes=("n0", "n1"), width=2 * WIDE)
 OLD, SHRUNK = replace(OLD, width=WIDE), Layout(tp=2, nodes=("n0", "n0"), width=WIDE)
 SLACK = 128 << 10
-"""Room for control blocks, files of checks and the log of the SMP."""
+"""Memory for control blocks, files of checks and the log of the SMP."""
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def plan(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_full(rank: int, world_size: int, attempt: Attempt, node: Path, short: bool) -> Any:
-    """As ``train_until_protected``. When it is asked whether parity fits, n0 has just enough memory left for the time
-    when old arenas have gone, or a page too little; then as ``train``."""
+    """As ``train_until_protected``. When the memory for parity is checked, n0 has just enough left for the time after
+    old arenas are deleted, or a page too little; then as ``train``."""
     check, asked = Protection._require_room, list[bool]()
 
     def squeezed(self: Protection, mine: Ledger, coming_bytes: int, node_dir: Path, lacking: bool) -> None:
@@ -85,7 +85,7 @@ def _written(node: Path) -> set[str]:
 def test_parity_that_fits_only_in_place_of_the_old_one_waits(
     node: Path, plan: dict[str, Any], rarely: dict[str, Any]
 ) -> None:
-    """It is told; old arenas go once a snapshot is whole, then all is there: the sum that was checked is enough."""
+    """It is logged; old arenas are deleted once a snapshot is committed: the checked sum is enough."""
     run_ranks(train_until_protected, MANY.size, Attempt(MANY, settings=rarely | {"slots": 3}))
     before = len(events(plan, "protected"))
     run_ranks(start_full, FEW.size, Attempt(FEW, settings=plan | {"slots": 3, "on_error": "continue"}), node, False)
@@ -102,7 +102,7 @@ def test_parity_that_fits_only_in_place_of_the_old_one_waits(
 def test_parity_that_will_never_fit_is_said_and_the_job_goes_on(
     node: Path, plan: dict[str, Any], rarely: dict[str, Any]
 ) -> None:
-    """A page is lacking; parity of old arenas is no room for that of new ones as long as slots need it."""
+    """A page is lacking; parity of old arenas is not reclaimed for that of new ones as long as slots need it."""
     run_ranks(train_until_protected, MANY.size, Attempt(MANY, settings=rarely | {"slots": 3}))
     attempt = Attempt(FEW, LAST + 20, plan | {"slots": 4, "on_error": "continue"})
     results = run_ranks(start_full, FEW.size, attempt, node, True)

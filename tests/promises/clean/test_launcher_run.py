@@ -1,4 +1,4 @@
-"""Real torchrun: a job that ended is not begun again, and one that cannot go on is not tried for ever."""
+"""Real torchrun: a finished job is not started again, and one that cannot continue is not retried for ever."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ torch.distributed.destroy_process_group()
 
 
 def torchrun(here: Path, *words: str, restarts: int, job: str = "j", **env: str) -> tuple[int, str]:
-    """Its exit code and what it and its two ranks have said."""
+    """Its exit code and the output of it and its two ranks."""
     command = [
         *("-m", "torch.distributed.run", "--rdzv-backend", "c10d"),
         *("--rdzv-endpoint", "localhost:0", "--rdzv-id", job, "--nproc-per-node", "2"),

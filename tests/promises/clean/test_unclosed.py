@@ -110,7 +110,7 @@ def arena() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ended(arena: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """By case the exit status and the lines that were written."""
+    """The exit status and the written lines, by case."""
     folder = tmp_path_factory.mktemp("ended")
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_", "FTCKPT"))}
     env = {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}

@@ -1,4 +1,4 @@
-"""What ranks know together: no order of failures on different ranks makes them lose, mix or wait."""
+"""Agreement of ranks: no order of failures on different ranks makes them lose, mix or wait."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def failing_in_turn(
 
 
 def test_only_what_all_ranks_name_is_whole(settings: dict[str, Any]) -> None:
-    """Ranks that each have something newer, but not the same, must keep what they have together."""
+    """Ranks that each have a newer snapshot, but not the same one, must pin the common one."""
     settings |= {**FAST, "slots": 2}
     run_ranks(failing_in_turn, 2, settings, {(1, 4), (0, -5)}, 6, expect_failures=True)
     assert start_over(settings) == [(3, 3, [3.0], [3.0])] * 2
@@ -85,7 +85,7 @@ def going_back(rank: int, world_size: int, settings: dict[str, Any], nodes: list
 
 @pytest.mark.parametrize(("protect", "nodes"), [("none", "aa"), ("node", "aa"), ("peer", "ab")])
 def test_going_back_in_one_process_never_mixes(protect: str, nodes: str, settings: dict[str, Any]) -> None:
-    """Snapshots stop where a smaller number comes: a restart has what was whole before, and nothing later."""
+    """Snapshots stop at a smaller iteration number: a restart has the snapshot committed before."""
     settings |= {"protect": protect, "objects_size": "1MiB", "chunk_size": "64KiB"}
     run_ranks(going_back, 2, {**settings, **FAST}, list(nodes), expect_failures=True)
     first, second = start_over(settings, list(nodes))
@@ -157,7 +157,7 @@ def test_what_was_sealed_before_the_first_mark_is_not_lost_in_silence(damage: st
 
 
 def attempts_on_storage(rank: int, world_size: int, settings: dict[str, Any]) -> list[int | None]:
-    """Attempts of a job that go on from iteration 2 of storage, each with the same command line but the first."""
+    """Attempts of a job that resume from iteration 2 of storage, each with the same command line but the first."""
     starts = []
     for rollback, iterations in ((False, range(1, 6)), (True, range(3, 5)), (True, range(5, 7)), (True, ())):
         checkpointer, state = plain.make(rank, world_size, settings)
@@ -174,11 +174,19 @@ def test_the_operator_goes_back_once_and_not_at_each_restart(settings: dict[str,
     assert [event["newest"] for event in jobs.events(settings, "rolled_back")] == [4, 4], "4 was known to be whole"
 
 
+def spoil(job: Any, rank: int) -> None:
+    """Give rank 1 one wrong element."""
+    if rank == 1:
+        pieces = job.checkpointer.snapshots.shard.state.stepped
+        key = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
+        next(piece for piece in pieces if piece.fragment.key == key).tensor[0] = 1e-3
+
+
 def test_one_of_two_halves_differs_between_replicas(settings: dict[str, Any]) -> None:
     """The halves of a gated layer share a key: only the half that differs is private."""
     argv = ["--no-distributed-optimizer", "--swiglu"]
     # Twelve: on a loaded machine no snapshot is taken for several iterations, until the new slots are allocated.
-    jobs.broken(2, jobs.Run(argv, 12, settings, spoil="exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight", end="die"))
+    jobs.broken(2, jobs.Run(argv, 12, settings, restored=spoil, end="die"))
     assert jobs.events(settings, "replicas_differ")
     resumed = jobs.outcomes(2, jobs.Run(argv, 13, settings))
     assert {outcome.start for outcome in resumed} <= set(range(4, 13))
@@ -199,7 +207,7 @@ def test_the_last_snapshot_of_a_job_that_leaves_its_arenas_is_sealed(settings: d
 
 
 def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    """Rank 0 does not read in time that 5 is whole, and reads it together with a verdict that names nothing."""
+    """Rank 0 does not read in time that 5 is committed, and reads it together with an empty vote result."""
     checkpointer, state = plain.make(rank, world_size, settings)
     assert checkpointer.restore() is None
     place = Path(settings["events"]).parent
@@ -248,8 +256,8 @@ def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) ->
 
 
 def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str) -> tuple[float, int, bool]:
-    """The longest boundary, what was whole at the last, and whether ftckpt was off; something of rank 1 fails that
-    nobody has foreseen, once or from then on."""
+    """The longest boundary, the snapshot committed at the last, and whether ftckpt was off; an unforeseen call fails
+    on rank 1, once or from then on."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     capture, protection = checkpointer.capture, checkpointer.rank.protection
     goes_on, seal = threading.Event(), ControlBlock.seal
@@ -294,7 +302,7 @@ def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str,
 
 
 def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:
-    """Whether this rank said of itself in each proof that it is late; rank 1 is in trouble before the fourth."""
+    """Whether this rank reported in each proof that it is late; rank 1 is in trouble before the fourth."""
     said: list[bool] = []
     prove = Shard.prove
 
@@ -334,8 +342,8 @@ def broken_complete() -> None:
 
 @pytest.mark.parametrize("trouble", ["stuck", "error", "off"])
 def test_a_rank_that_is_not_up_to_date_says_so_in_a_proof(trouble: str, settings: dict[str, Any]) -> None:
-    """Otherwise it would lay out anew beside a copy that still writes, or with another snapshot to keep. And whatever
-    failed in it, it enters the proof, in which the others wait for it."""
+    """Otherwise it would reallocate while a copy still writes, or with another pinned snapshot. And whatever failed
+    in it, it enters the proof, in which the others wait for it."""
     settings |= {"fence_secs": 0.2, "vote_secs": 5.0, "error_limit": 3, "objects_size": "1MiB"}
     results = [result.value for result in run_ranks(told_late, 2, settings, trouble)]
     assert all(said[:3] == [False] * 3 and len(said) == 4 for said in results)

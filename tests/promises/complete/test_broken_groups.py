@@ -39,7 +39,7 @@ def descriptors() -> set[int]:
 
 
 def disconnect(opened: set[int]) -> None:
-    """As a network does that drops connections: both sides see them end."""
+    """Closes connections as a network does that drops them: both sides see them end."""
     for descriptor in opened:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
             end.getpeername()  # not of a listener: gloo ends a process that cannot accept
@@ -47,7 +47,7 @@ def disconnect(opened: set[int]) -> None:
 
 
 def stand_still(rank: int, here: Path) -> None:
-    """Rank 1 is stopped until rank 0 has it go on; the others wait for it as training does, in a collective."""
+    """Rank 1 is stopped until rank 0 continues it; the others wait for it as training does, in a collective."""
     if rank == 1:
         (here / "pid").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -61,7 +61,7 @@ def stand_still(rank: int, here: Path) -> None:
 
 
 def train(rank: int, world_size: int, settings: dict[str, Any], trouble: str, end: str) -> Any:
-    """Returns the iteration of the newest whole snapshot, and how many ranks say at the end that they take none."""
+    """Returns the newest committed iteration, and how many ranks log at the end that they take no snapshots."""
     here = Path(settings["events"]).parent
     logging.getLogger("ftckpt").addHandler(logging.FileHandler(here / f"log{rank}"))
     ftckpt.session.reminders._REPEAT_SECS = REPEAT_SECS

@@ -1,4 +1,4 @@
-"""All ranks are killed at each step of a change of manifests: what was whole is found, and the job goes on."""
+"""All ranks are killed at each step of a change of manifests: the job resumes from the committed snapshot."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ftckpt.memory.directory import list_arenas
 from ftckpt.model.snapshot import SnapshotId
 from tests.support import arenas
 from tests.support.killing import killed_at
+from tests.support.snapshots import LINEAGE, fill, seal, write
 from tests.support.tiers import by_default
 
 pytestmark = pytest.mark.faults
@@ -27,9 +28,11 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
         member.arena = member.arenas.open(member.manifest(), None)
         arenas.settle(member)
         if whole:
-            arenas.write(member.have, 0, 4)
-            member.have.control.mark_whole(SnapshotId(arenas.LINEAGE, 4))
-        arenas.write(member.have, 1, 5, seal=member.rank == 0)
+            fill(member.have, 0, 4, hashed=True)
+            member.have.control.mark_whole(SnapshotId(LINEAGE, 4))
+        write(member.have, 1, 5)
+        if member.rank == 0:
+            seal(member.have, 1, 5, hashed=True)
 
     members = arenas.ranks(root, 2)
     arenas.on_all(members, begin)
@@ -37,19 +40,19 @@ def set_up(root: Path, whole: bool) -> list[arenas.Rank]:
 
 
 def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> None:
-    """Shares change (for rank 1 only unless ``first_too``); snapshots 6 and 7 become whole in the new arenas."""
+    """Shares change (for rank 1 only unless ``first_too``); snapshots 6 and 7 are committed in the new arenas."""
 
     def change(member: arenas.Rank) -> None:
         grown = arenas.SHARE + (8192 if first_too or member.rank else 0)
         arena = member.arena = member.arenas.replace(member.have, keep, member.manifest(grown))
         arenas.settle(member)
         free = next(s for s in range(2) if arena.allocated(s) and not arena.control.record(s).sealed)
-        arenas.write(arena, free, 6)
+        fill(arena, free, 6, hashed=True)
         member.group.barrier()
-        arena.control.mark_whole(SnapshotId(arenas.LINEAGE, 6))
+        arena.control.mark_whole(SnapshotId(LINEAGE, 6))
         member.arenas.remove_old()
         arenas.complete(member)
-        arenas.write(arena, 1 - free, 7)
+        fill(arena, 1 - free, 7, hashed=True)
 
     members = set_up(root, keep is not None)
     (root / "begun").touch()  # steps before this one are those of the set-up
@@ -59,15 +62,13 @@ def change_manifests(root: Path, keep: SnapshotId | None, first_too: bool) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "first_too"),
-    by_default(
-        product([SnapshotId(arenas.LINEAGE, 4), None], [True, False]), [(SnapshotId(arenas.LINEAGE, 4), False)]
-    ),
+    by_default(product([SnapshotId(LINEAGE, 4), None], [True, False]), [(SnapshotId(LINEAGE, 4), False)]),
     ids=["4 is whole-all ranks", "4 is whole-one rank", "nothing is whole-all ranks", "nothing is whole-one rank"],
 )
 def test_killed_at_each_step_of_a_change_of_manifests(
     arena_root: Path, keep: SnapshotId | None, first_too: bool
 ) -> None:
-    """Every rank dies at once; a start of the same job finds the newest whole snapshot and has slots to go on."""
+    """Every rank dies at once; a start of the same job finds the newest committed snapshot and has slots for more."""
     found = set()
     for step in itertools.count(first_step(arena_root, keep, first_too)):
         killed = killed_at(step, lambda: change_manifests(arena_root, keep, first_too))
@@ -115,7 +116,7 @@ def start_again(root: Path, chosen: SnapshotId | None) -> None:
         assert sum(len(list(path.glob("slot*"))) for path in mine) <= 2
         free = [s for s in range(2) if member.have.allocated(s) and _is_free(member.have, s, chosen)]
         member.group.barrier()
-        arenas.write(member.have, free[0], 9)
+        fill(member.have, free[0], 9, hashed=True)
         member.arenas.remove_old()
         arenas.complete(member)
         assert all(member.have.allocated(slot) for slot in range(2))

@@ -1,13 +1,16 @@
-"""Fault × instant × protection → what must come back (the table is in ``tests/support/faults.py``), and kills
-that follow each other or come with other faults."""
+"""Fault × instant × protection → the snapshot to be restored; and kills that follow others or come with them."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,15 @@ from typing import Any
 import pytest
 
 from ftckpt.memory.arena import Arena
-from ftckpt.memory.directory import SMP_STATE_NAME
+from ftckpt.memory.directory import SMP_LOCK_NAME, SMP_STATE_NAME
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.slots import slot_name
 from ftckpt.smp.channel import HELLO, MAGIC, NONCE_BYTES, connect
 from tests.support import jobs
 from tests.support.arenas import check_all
 from tests.support.event_logs import read_events
-from tests.support.faults import DAMAGES, IN_EVERY_ITERATION, KILLS, LOST, OLDER, PROTECTIONS, Fault
+from tests.support.faults import Fault
+from tests.support.flips import flip, flip_slot
 from tests.support.pool import RankFailure
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -32,7 +38,93 @@ PP2 = ("--pp", "2")
 UNTIL = 8
 AT = 5
 COVER_SECS = 60.0
-"""For the SMPs, at most: they cover the snapshot before the pause."""
+"""For the SMPs, at most: they encode the snapshot before the pause."""
+
+
+KILLS: dict[str, tuple[int, ...]] = {
+    "forward": (-2, -1),
+    "fence": (-2, -1),
+    "before_step": (-1,),
+    "after_step": (-1,),
+    "boundary": (-1,),
+    "begin": (-1,),
+    "copy": (-1,),
+    "before_seal": (-1,),
+    "after_seal": (-1, 0),
+    "post": (0,),
+    "mark": (0,),
+    "between": (-1, 0),
+}
+"""Instant of a SIGKILL → what may come back, counted from the iteration in which it falls. Up to the fence the copies
+of the snapshot before may be under way."""
+
+IN_EVERY_ITERATION = ("forward", "fence", "before_step", "boundary")
+"""Instants that come whether an iteration has a snapshot or not: under protection one may be skipped."""
+
+OLDER, SAME, LOST = "the snapshot before", "the same snapshot", "nothing, and the arena is named"
+
+
+def _flip_in(region: str, by: int) -> Callable[[Path, int], None]:
+    def damage(path: Path, slot: int) -> None:
+        with closing(Arena.open(path)) as arena:
+            flip_slot(arena, slot, int(getattr(arena.image, region).begin) + by)
+
+    return damage
+
+
+def _flip_padding(path: Path, slot: int) -> None:
+    with closing(Arena.open(path)) as arena:
+        flip_slot(arena, slot, next(pad.begin for pad in arena.image.pads if pad.nbytes))
+
+
+def _lose_node(path: Path, slot: int) -> None:
+    """All of a node at once: its SMP, and the memory of its arenas, parity and packages."""
+    lock = path.parent / SMP_LOCK_NAME
+    pid = holder_of(lock)
+    assert pid is not None, "the node's SMP outlives its trainers"
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: holder_of(lock) is None, "its end")
+    shutil.rmtree(path.parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Protection of a job of four ranks, and their nodes: at the start, and in the attempt after the damage."""
+
+    settings: dict[str, Any]
+    nodes: tuple[str, ...] = ("node",) * 4
+    nodes_after: tuple[str, ...] = ("node",) * 4
+
+
+PROTECTIONS = {
+    "none": Protection({"protect": "none"}),
+    "node": Protection({"protect": "node"}),
+    "sealed peer": Protection({"protect": "peer", "encrypt": True}, ("a", "a", "b", "b"), ("a", "a", "c", "c")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DamageRow:
+    """Damage to the newest snapshot in one rank's arena, and what comes back by which of ``PROTECTIONS``."""
+
+    damage: Callable[[Path, int], None]
+    comes_back: dict[str, str]
+
+
+DAMAGES = {
+    "stepped byte": DamageRow(_flip_in("stepped", 100), {"none": OLDER, "node": SAME}),
+    "objects byte": DamageRow(_flip_in("objects", 40), {"none": OLDER, "node": SAME}),
+    "slot truncated": DamageRow(
+        lambda path, slot: os.truncate(path / slot_name(slot), 8192), {"none": OLDER, "node": SAME}
+    ),
+    "slot gone": DamageRow(lambda path, slot: (path / slot_name(slot)).unlink(), {"none": OLDER, "node": SAME}),
+    # What follows from the manifest alone is put right without any parity.
+    "header byte": DamageRow(lambda path, slot: flip(path / slot_name(slot), 2000), {"none": SAME}),
+    "padding byte": DamageRow(_flip_padding, {"none": SAME}),
+    "arena gone": DamageRow(lambda path, slot: shutil.rmtree(path), {"none": LOST, "node": SAME}),
+    "node gone": DamageRow(_lose_node, {"sealed peer": SAME}),
+    "control byte": DamageRow(lambda path, slot: flip(path / "control", 20), {"none": LOST, "node": SAME}),
+}
 
 
 @cache
@@ -90,14 +182,14 @@ def die(settings: dict[str, Any], tmp_path: Path, nodes: Sequence[str] | None = 
 
 
 def go_on_once_covered(pause: Fault, settings: dict[str, Any], nodes: set[str]) -> None:
-    """What is not covered by then no boundary finds protected."""
+    """A snapshot that is not encoded by then is protected at no boundary."""
     events = Path(settings["events"])
     until(lambda: all(read_events(events, "covered", of=f"smp-{node}") for node in nodes), secs=COVER_SECS)
     pause.go_on()
 
 
 def wants_sealed(node_dir: Path) -> bool:
-    """Whether the node's SMP tells by its hello that all which follows is to be sealed."""
+    """Whether the node's SMP announces in its hello that the connection is encrypted."""
     description = json.loads((node_dir / SMP_STATE_NAME).read_text())["description"]
     with closing(connect((description["address"], description["port"]), 10.0)) as channel:
         channel.write(HELLO.pack(MAGIC, 0, bytes(NONCE_BYTES)), time.monotonic() + 10.0)
@@ -165,10 +257,14 @@ def test_killed_while_restoring(point: str, settings: dict[str, Any], tmp_path: 
     assert resume(settings, *PP2) == AT - 1
 
 
+def skip_data(job: Any, rank: int) -> None:
+    job.data.consumed_samples += 1000
+
+
 def test_lineages_never_mix(settings: dict[str, Any], tmp_path: Path) -> None:
     """Two attempts each seal the same iteration on some ranks only, the second with other bits."""
     attempt(settings, Fault(1, AT, "before_seal", tmp_path / "first", "kill"))
-    attempt(settings, Fault(2, AT, "before_seal", tmp_path / "second", "kill"), perturb=True)
+    attempt(settings, Fault(2, AT, "before_seal", tmp_path / "second", "kill"), restored=skip_data)
     assert resume(settings, *PP2) == AT - 1
 
 

@@ -1,4 +1,4 @@
-"""The last iteration of a job comes to storage, though no snapshot was due or could be taken at its boundary."""
+"""The last iteration of a job is flushed, though no snapshot was due or could be taken at its boundary."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Numbers:
 
 
 def train_a_model(rank: int, world_size: int, settings: dict[str, Any] | None, until: int) -> Any:
-    """A batch is drawn, and statistics move, behind the last boundary; returns where it began and the final bits."""
+    """A batch is drawn, and statistics move, after the last boundary; returns the start and the final bits."""
     torch.manual_seed(rank)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
     optimizer, data = torch.optim.AdamW(model.parameters(), lr=0.1), Numbers()
@@ -135,7 +135,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 
 def tell_late(checkpointer: Checkpointer) -> None:
-    """The SMP hears of this attempt once it has failed with the last snapshot by what an earlier one has told it."""
+    """The SMP gets this attempt's description after it has failed with the last snapshot of an earlier one."""
     configure = SmpClient.configure
 
     def late(self: SmpClient, description: Mapping[str, Any]) -> str:
@@ -176,7 +176,7 @@ def test_where_the_last_cannot_be_taken_the_one_before_is_brought(
 def test_an_smp_that_an_earlier_attempt_has_told_does_not_say_what_becomes_of_the_last(
     ending: dict[str, Any],
 ) -> None:
-    """Storage is this attempt's by then: what that one wants to bring there is refused."""
+    """Storage belongs to this attempt by then: a flush of the other one is refused."""
     run_ranks(train, 2, ending, "killed", expect_failures=True)
     run_ranks(train, 2, ending, "told late")
     assert stored(ending) == [LAST]

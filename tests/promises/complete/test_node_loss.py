@@ -73,7 +73,7 @@ def make(tmp_path: Path, arena_root: Path) -> Iterator[Make]:
 
 
 def lose_in_mid_iteration(nodes: Nodes, node: str, since: float = 0.0) -> tuple[set[str], int]:
-    """Lose the node once some snapshot is protected; returns the shards it held, and that snapshot."""
+    """Lose the node once some snapshot is protected; returns the shards it had, and that snapshot."""
     least = random.randint(3, 20)
     what = f"protection of a snapshot from {least} on"
     protected = nodes.wait_for(what, lambda: [found for found in nodes.protected(since) if found >= least])[-1]

@@ -1,4 +1,4 @@
-"""SMPs that are killed, stopped, lied to or out of memory: what is protected stays, and training is told to go on."""
+"""SMPs that are killed, stopped, misled or out of memory: protected snapshots stay, and training continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from ftckpt.smp.channel import FRAME, Channel, Delivery, Trust
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
 from ftckpt.smp.task_queue import TaskQueue
 from tests.support.killing import killed_at
-from tests.support.smp_nodes import LINEAGE, QUICK, SECRET, Node, Seen, Smp, SmpProcess, check_parity, describe, fill
+from tests.support.smp_nodes import QUICK, SECRET, Node, Seen, Smp, SmpProcess, check_parity, describe
+from tests.support.snapshots import LINEAGE, fill
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.multiproc]
@@ -55,7 +56,7 @@ def start_process(node: Node, stack: ExitStack, port: int = 0) -> SmpProcess:
 
 
 def tell_port(smp: Smp, nodes: Sequence[Node], ports: dict[str, int], port: int, **settings: Any) -> None:
-    """Where n1 listens: at another port than before if another process has taken that one meanwhile."""
+    """The port of n1: another one than before if another process has taken that meanwhile."""
     if port != ports["n1"]:
         smp.pause()
         ports["n1"] = port
@@ -134,7 +135,7 @@ Answer = Callable[[Channel, BytesRequest], None]
 
 
 def _answer(data: bytes, value: int | None = None) -> Answer:
-    """As an SMP that has ``data``; ``value`` in place of its checksum."""
+    """Answers as an SMP with ``data``; ``value`` in place of its checksum."""
     number = xxhash.xxh3_64_intdigest(data) if value is None else value
     body = encode_object({"ok": True, "here": True, "hash": number})
     return lambda channel, _: channel.send(body, time.monotonic() + 10, Delivery(memoryview(data), number))
@@ -155,7 +156,7 @@ ANSWERS: dict[str, Answer] = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_peer_that_answers_nonsense_is_given_up(arena_root: Path, stack: ExitStack, kind: str) -> None:
-    """It knows the secret; whatever it says is not believed, and told once."""
+    """It knows the secret; its wrong reports are not believed, and logged once."""
     nodes = two_nodes(arena_root, stack)
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     stop = threading.Event()
@@ -221,7 +222,7 @@ def _talk_nonsense(server: socket.socket, answer: Answer, stop: threading.Event)
 
 
 def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitStack) -> None:
-    """By the clock: SIGKILL of a real process that talks to a peer, again and again, then one that may end."""
+    """SIGKILL of a real process that talks to a peer, at many moments, then one that may end."""
     nodes = two_nodes(arena_root, stack)
     smp = stack.enter_context(closing(Smp(nodes[0])))
     ports = {"n0": smp.listen(), "n1": 0}

@@ -21,7 +21,8 @@ from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import Channel
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
 from ftckpt.smp.traffic import NetworkProfile
-from tests.support.smp_nodes import CHUNK, LINEAGE, Node, Smp, check_parity, describe, parity_of
+from tests.support.smp_nodes import CHUNK, Node, Smp, check_parity, describe, parity_of
+from tests.support.snapshots import LINEAGE
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -65,7 +66,7 @@ class Cluster:
             node.target(iteration)
 
     def encode(self, slot: int, iteration: int) -> None:
-        """A snapshot becomes the target, and all nodes cover it."""
+        """A snapshot becomes the target, and all nodes encode it."""
         self.snapshot(slot, iteration)
         self.target(iteration)
         until(lambda: self.encoded(iteration), "encoded")

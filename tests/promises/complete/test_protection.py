@@ -61,7 +61,7 @@ def names(plan: Plan) -> list[str]:
 
 
 def iteration(plan: Plan) -> int:
-    """What all ranks have trained; a file that is being written is empty for a moment."""
+    """The iteration that all ranks have trained; a file that is being written is empty for a moment."""
     while "" in (texts := [file.read_text() for file in plan.progress.iterdir()]):
         pass
     return min(map(int, texts), default=0)
@@ -198,7 +198,7 @@ def test_every_loss_of_a_small_job_is_survived_if_and_only_if_the_table_says_so(
 
 
 def check_restart(plan: Plan, memory: Any) -> bool:
-    """Whether it came back, which must be as was promised."""
+    """Whether it was restored, which must be as promised."""
     promise = memory.promise
     results = run_ranks(train, len(plan.nodes), plan, expect_failures=True, grace_secs=20)
     if promise is None:

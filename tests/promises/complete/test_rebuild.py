@@ -17,18 +17,10 @@ from ftckpt.memory.slots import slot_name
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import stripes
 from tests.support.event_logs import read_events
+from tests.support.flips import flip
 from tests.support.pool import run_ranks
-from tests.support.protected import (
-    Job,
-    build,
-    contents,
-    file_groups,
-    flip,
-    flip_chunk,
-    record_begin,
-    restart,
-    slot_of,
-)
+from tests.support.protected import Job, build, contents, file_groups, flip_chunk, record_begin, restart
+from tests.support.snapshots import slot_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -214,7 +206,7 @@ def test_replicas_parity_and_peers_bring_back_a_node(
 def test_a_slot_full_of_other_bytes_is_written_over(
     replica: str, uneven: bool, arena_root: Path, tmp_path: Path
 ) -> None:
-    """Blocks in slots may be shorter than their chunks: what lies behind them is part of the chunk."""
+    """Blocks in slots may be shorter than their chunks: the bytes after them are part of the chunk."""
     modes = Modes(replica=replica, peer=True)
     job = Job(arena_root, ("n0", "n1", "n2"), modes, replica, ((0, 1, 2),), uneven=uneven)
     wanted = made(job)
@@ -244,7 +236,7 @@ def test_a_chunk_of_a_share_comes_back_without_any_package(replica: str, arena_r
 
 
 def test_node_parity_and_peers_help_each_other(arena_root: Path, tmp_path: Path) -> None:
-    """A node is gone and all chunks of an arena of another one: node parity gives back what peers need."""
+    """A node is lost and all chunks of an arena of another one: node parity reconstructs what peers need."""
     names = ("n0", "n0", "n0", "n1", "n1", "n1", "n2", "n2", "n2")
     job = Job(arena_root, names, Modes(node=True, peer=True))
     wanted = made(job, protected=(5,))

@@ -1,5 +1,4 @@
-"""What protects may be damaged too, and a rebuild may be killed: nothing wrong is ever restored, nothing is lost
-that was there."""
+"""Parity may be corrupt too, and a reconstruction killed: nothing wrong is ever restored, nothing is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from tests.support.event_logs import read_events
 from tests.support.flips import flip
 from tests.support.killing import die_at
 from tests.support.pool import run_ranks
-from tests.support.protected import LINEAGE, Job, build, contents, flip_chunk, restart, slot_of
+from tests.support.protected import Job, build, contents, flip_chunk, restart
+from tests.support.snapshots import LINEAGE, slot_of
 from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -74,7 +74,7 @@ def forge_block(job: Job, rank: int, block: int) -> None:
 
 
 def test_a_corrupt_parity_block_is_never_used(arena_root: Path, tmp_path: Path) -> None:
-    """The snapshot before it is rebuilt instead, and the bad block is told."""
+    """The snapshot before it is reconstructed instead, and the bad block is logged."""
     job = node_job(arena_root)
     wanted = wanted_of(job, 4)
     shutil.rmtree(job.path(1))
@@ -170,7 +170,7 @@ def test_a_slot_without_checksums_is_compared_with_its_package(arena_root: Path,
 
 
 def unhash(job: Job, rank: int) -> None:
-    """Seal anew, without checksums, what is there."""
+    """Seal a slot again, without checksums."""
     with closing(Arena.open(job.path(rank), writable=True)) as arena:
         slot = slot_of(arena, 5)
         record = arena.control.record(slot)

@@ -1,4 +1,4 @@
-"""An SMP killed, frozen or fooled: trainers go on, and a new one takes over alone."""
+"""An SMP killed, frozen or misled: trainers continue, and a new one takes over alone."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from ftckpt.memory.directory import clean_job
 from ftckpt.memory.end_notes import read as read_ends
 from ftckpt.memory.locks import JobLock
 from ftckpt.memory.process import Process
-from ftckpt.smp.client import SmpClient, Watch
+from ftckpt.smp.client import SmpClient
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.ports import PortHold
 from ftckpt.smp.requests import VERSION
+from ftckpt.smp.watch import Watch
 from tests.support.killing import killed_at
 from tests.support.processes import python
 from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
@@ -53,7 +54,7 @@ def site(arena_root: Path) -> Iterator[SmpSite]:
 
 def kill(client: SmpClient) -> int:
     """SIGKILL the SMP that answers ``client``."""
-    process = Process.open(int(client.hello()["pid"]))
+    process = Process.open(int(client.status()["pid"]))
     assert process is not None
     with process:
         process.send(signal.SIGKILL)
@@ -62,7 +63,7 @@ def kill(client: SmpClient) -> int:
 
 
 class Told:
-    """Events that a Watch tells."""
+    """Events that a Watch reports."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -90,7 +91,7 @@ def test_a_new_one_takes_over_what_the_killed_one_was_told(site: SmpSite, tmp_pa
     try:
         killed = kill(client)
         assert {"smp.sock", "smp.json"} <= site.files(), "as a killed one leaves it"
-        hello = site.start().hello()
+        hello = site.start().status()
         assert hello["pid"] != killed and hello["configured"] and hello["port"] == port
         until(lambda: site.start().status()["trainers"])
         trainer.kill()
@@ -112,7 +113,7 @@ def test_the_watch_brings_it_back_again_and_again(site: SmpSite, tmp_path: Path)
             begin = time.monotonic()
             until(lambda n=times: told.names.count("smp_restarted") == n)
             took.append(time.monotonic() - begin)
-            hello = client.hello()
+            hello = client.status()
             assert hello["pid"] != pid and hello["configured"] and hello["port"] == port
             assert len(site.pids()) == 1
     finally:
@@ -127,7 +128,7 @@ def test_the_watch_brings_it_back_again_and_again(site: SmpSite, tmp_path: Path)
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the log of the SMP outlives the job."""
+    """The place of the SMP's log after the job."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state" / "ftckpt" / f"{JOB}@{NODE}.log"
 
@@ -189,7 +190,7 @@ def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: Sm
 def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpSite, tmp_path: Path) -> None:
     client, told = site.start(), Told()
     client.configure(site.description(events=str(tmp_path)))
-    pid = client.hello()["pid"]
+    pid = client.status()["pid"]
     watch = Watch(client, told, every_secs=0.1, silent_secs=1.5)
     try:
         lives_on(site.node_dir, 2.0)
@@ -197,7 +198,7 @@ def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpS
         os.kill(pid, signal.SIGSTOP)
         until(lambda: "smp_restarted" in told.names)
         assert told.names == ["smp_error", "smp_restarted"] and "no heartbeat" in told.seen[0][1]["error"]
-        assert client.hello()["configured"] and site.pids() not in ([pid], [])
+        assert client.status()["configured"] and site.pids() not in ([pid], [])
     finally:
         watch.stop()
 
@@ -215,7 +216,7 @@ def test_killed_while_it_starts(site: SmpSite) -> None:
         starter.join(60)
         assert not starter.is_alive()
         assert found, "it was started once more"
-        assert site.start().hello()["node"] == NODE
+        assert site.start().status()["node"] == NODE
         # One that was not seen yet as others were killed finds the lock held, and goes.
         until(lambda: len(site.pids()) == 1)
         kill(site.start())
@@ -242,9 +243,9 @@ def test_what_was_kept_and_is_damaged_stops_nobody(site: SmpSite, content: str) 
         path.symlink_to("/etc/hostname")
     else:
         path.write_text(content)
-    hello = site.start().hello()
+    hello = site.start().status()
     assert not hello["configured"] and hello["port"] == 0
-    until(lambda: "cannot be used" in site.log)
+    until(lambda: "configuration of the previous SMP failed" in site.log)
     site.start().configure(site.description())
     assert json.loads(path.read_text())["description"]["job"] == JOB and not path.is_symlink()
 

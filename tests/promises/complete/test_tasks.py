@@ -1,4 +1,4 @@
-"""What the SMP of one node does with real arenas: checks, parity, packages, scrubbing."""
+"""The tasks of one node's SMP with real arenas: checks, parity, packages, scrubbing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from ftckpt.parity.modes import Modes
 from ftckpt.smp import arenas as arenas_module
 from ftckpt.smp import encode, task_queue
 from ftckpt.smp.cpu_throttle import CoreShare
-from tests.support.smp_nodes import LINEAGE, Node, Smp, check_parity, describe, fill, flip, parity_of
+from tests.support.flips import flip_slot
+from tests.support.smp_nodes import Node, Smp, check_parity, describe, parity_of
+from tests.support.snapshots import LINEAGE, fill
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
@@ -64,8 +66,6 @@ def test_sealed_slots_are_checked(node: Node, smp: Smp, hashed: bool) -> None:
         assert check is not None and hashes is not None and arena.state(0) == SlotState.CHECKED
         assert hashes.tolist() == [arena.hash_chunk(0, chunk) for chunk in range(len(arena.image.chunks))]
         assert 0 <= check.gap_secs < 30 and not arena.verify(0) and not arena.unchecked(0)
-        assert arena.checks is not None
-        until(lambda arena=arena: not arena.checks.leased(0), "the lease is released", secs=5)
     events = smp.events.of("checked")
     assert sorted(fields["shard"] for fields in events) == ["dp0", "dp1", "dp2"]
     sizes = {arena.manifest.shard: sum(span.nbytes for span in arena.image.chunks) for arena in node.arenas}
@@ -92,7 +92,7 @@ def test_what_is_not_as_the_trainer_left_it_is_never_checked(node: Node, smp: Sm
         "header": 100,
         "padding": image.objects.end,
     }[what]
-    flip(node.arenas[1], 0, at)
+    flip_slot(node.arenas[1], 0, at)
     smp.start()
     until(lambda: len(node.states(7)) == (3 if what == "chunk 2" and not hashed else 2), "the others are checked")
     if what == "chunk 2" and not hashed:
@@ -103,24 +103,27 @@ def test_what_is_not_as_the_trainer_left_it_is_never_checked(node: Node, smp: Sm
     assert corrupt["what"] == [what] and corrupt["iteration"] == 7
 
 
-def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(node: Node, smp: Smp) -> None:
-    arena = node.arenas[0]
-    rank = Heartbeat.open(node.dir, 0)
+def test_a_slot_that_is_written_anew_while_it_is_hashed_is_not_checked(
+    node: Node, smp: Smp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena, hash_chunk = node.arenas[0], Arena.hash_chunk
     node.snapshot(0, 7)
-    rank.tell_copying(True)  # the SMP goes slowly
+
+    def overwritten(mapped: Arena, slot: int, chunk: int) -> int:
+        value = hash_chunk(mapped, slot, chunk)
+        if mapped.path == arena.path and chunk == 1:
+            arena.control.begin(0)
+            with arena.slot(0) as view:
+                view[arena.image.chunks[0].begin] ^= 1
+        return value
+
+    monkeypatch.setattr(Arena, "hash_chunk", overwritten)
     smp.start()
-    checks, deadline = None, time.monotonic() + 60
-    while checks is None or not checks.leased(0):
-        assert time.monotonic() < deadline, "the SMP was too quick"
-        rank.tell_copying(True)
-        checks = arena.checks
-    arena.control.begin(0)
-    with arena.slot(0) as view:
-        view[arena.image.chunks[0].begin] ^= 1
-    until(lambda: not checks.leased(0), "it lets go of the slot")
+    until(lambda: node.states(7) == [CheckState.CHECKED] * 2, "the others are checked")
+    smp.settle()
     assert arena.check(0) is None
+    monkeypatch.undo()
     fill(arena, 0, 8)
-    rank.tell_copying(False)
     until(lambda: arena.state(0) == SlotState.CHECKED, "the new one is checked")
     assert not arena.verify(0)
     assert [e["iteration"] for e in smp.events.of("checked") if e["shard"] == "dp0"] == [8]
@@ -210,7 +213,7 @@ def test_other_groups_revoke_what_is_encoded(arena_root: Path, node: Node, smp: 
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few pieces, the last of which is shorter, and a few steps for each stripe."""
+    """Chunks of a few pieces, the last one shorter, and a few steps for each stripe."""
     monkeypatch.setattr(encode, "PIECE_BYTES", 12_288)
     monkeypatch.setattr(encode, "STEP_BYTES", 100_000)
 
@@ -225,7 +228,7 @@ def test_a_chunk_that_went_bad_after_its_check_makes_no_parity(node: Node, smp: 
     node.snapshot(2, 7)
     until(lambda: node.checked(7), "checked")
     span = node.arenas[2].image.chunks[chunk]
-    flip(node.arenas[2], 2, (span.begin if at >= 0 else span.end) + at)
+    flip_slot(node.arenas[2], 2, (span.begin if at >= 0 else span.end) + at)
     node.target(7)
     until(lambda: smp.tasks.cannot or node.encoded(7), "cannot")
     [event] = smp.events.of("not_covered")
@@ -252,7 +255,7 @@ def test_a_chunk_that_goes_bad_while_it_is_read_makes_no_parity(
     def charge(nbytes: int) -> None:
         steps.append(nbytes)
         if len(steps) == len(node.arenas) + 2:  # behind the packages: the second step of the first stripe
-            flip(node.arenas[2], 0, node.arenas[2].image.chunks[0].end - 1)
+            flip_slot(node.arenas[2], 0, node.arenas[2].image.chunks[0].end - 1)
 
     monkeypatch.setattr(smp.tasks.service.pace.read, "charge", charge)
     node.target(7)
@@ -264,7 +267,7 @@ def test_a_chunk_that_goes_bad_while_it_is_read_makes_no_parity(
 
 def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp) -> None:
     node.snapshot(0, 7, hashed=True)
-    flip(node.arenas[0], 0, node.arenas[0].image.chunks[0].begin)
+    flip_slot(node.arenas[0], 0, node.arenas[0].image.chunks[0].begin)
     node.target(7)
     smp.start()
     until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=5)
@@ -276,15 +279,15 @@ def test_a_target_that_fails_its_check_is_given_up_at_once(node: Node, smp: Smp)
 
 @pytest.mark.parametrize("how", ["configured anew", "configured alike", "another file"])
 def test_a_bad_slot_that_was_put_right_is_checked(node: Node, smp: Smp, how: str) -> None:
-    """As a restart does it: in place, so that the record stays what it is."""
+    """Repairs like a restart: in place, so that the record stays unchanged."""
     node.snapshot(0, 7, hashed=True)
     node.target(7)
     arena = node.arenas[0]
-    flip(arena, 0, arena.image.chunks[0].begin)
+    flip_slot(arena, 0, arena.image.chunks[0].begin)
     smp.start()
     until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 7), "cannot", secs=5)
     smp.pause()
-    flip(arena, 0, arena.image.chunks[0].begin)
+    flip_slot(arena, 0, arena.image.chunks[0].begin)
     if how == "another file":
         path = arena.path / slot_name(0)
         shutil.copy(path, path.with_name(".copy"))
@@ -354,7 +357,7 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
 
 
 def kept_iterations(node: Node) -> set[int]:
-    """Iterations of which there are packages."""
+    """Iterations with packages."""
     return {int(path.name.rpartition(".")[2]) for path in mirror_dir(node.dir).iterdir()}
 
 
@@ -364,7 +367,7 @@ def test_packages_of_targets_that_are_given_up_do_not_add_up(node: Node, smp: Sm
         node.snapshot(iteration % 3, iteration)
         until(lambda: node.checked(iteration), "checked")  # noqa: B023
         if iteration != 3:  # only 3 is ever encoded
-            flip(node.arenas[2], iteration % 3, node.arenas[2].image.chunks[1].begin)
+            flip_slot(node.arenas[2], iteration % 3, node.arenas[2].image.chunks[1].begin)
         node.target(iteration)
         given_up = SnapshotId(LINEAGE, iteration)
         done = (lambda: node.encoded(3)) if iteration == 3 else (lambda: smp.tasks.cannot == given_up)  # noqa: B023
@@ -396,7 +399,7 @@ def test_packages_go_when_the_next_target_is_encoded_and_not_before(
 
 
 def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protected(node: Node, smp: Smp) -> None:
-    """Another node may not have encoded the target yet; were it lost now, they would be what brings it back."""
+    """Another node may not have encoded the target yet; they would be needed for its reconstruction."""
     for iteration in (2, 3, 4):  # the newest was not protected any more
         old = package_path(node.dir, "tp1-dp0", SnapshotId(b"o" * 16, iteration))
         old.parent.mkdir(exist_ok=True)
@@ -414,7 +417,7 @@ def test_packages_of_another_layout_stay_until_a_snapshot_in_this_one_is_protect
 def test_a_job_that_ends_makes_no_noise(
     node: Node, smp: Smp, delay_secs: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trainers remove their arenas before they tell the SMP to end, whatever it is at."""
+    """Trainers remove their arenas before they end the SMP, whatever it does at that time."""
     monkeypatch.setattr(arenas_module, "_OPEN_AGAIN_SECS", 0.1)
     smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.01))
     node.snapshot(0, 7)
@@ -562,7 +565,7 @@ class TestScrub:
         """The trainer may take the slot over at any moment: whoever writes into it then spoils another snapshot."""
         arena, last = node.arenas[1], len(node.arenas[1].image.chunks) - 1
         for chunk in (0, 3, last):
-            flip(arena, 0, arena.image.chunks[chunk].begin + 9)
+            flip_slot(arena, 0, arena.image.chunks[chunk].begin + 9)
         before = bytes(arena.slot(0))
         node.protected(7)
         encoded.start()
@@ -581,7 +584,7 @@ class TestScrub:
         node.protected(7)
         for arena in node.arenas[1:]:
             for span in arena.image.chunks[: arena.image.num_stepped_chunks]:
-                flip(arena, 0, span.begin)
+                flip_slot(arena, 0, span.begin)
         encoded.start()
         until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
         assert node.states(7) == [CheckState.CHECKED] * 3
@@ -595,7 +598,7 @@ class TestScrub:
         node.protected(7)
         node.target(-1)
         for arena in node.arenas[1:]:
-            flip(arena, 0, arena.image.chunks[0].begin)
+            flip_slot(arena, 0, arena.image.chunks[0].begin)
         path = parity_of(node.arenas[0].path, "node", 7).path
         with closing(ParityFile.open(path, writable=True)) as file:
             file.block(0)[3] ^= 1

@@ -22,7 +22,7 @@ INTERVAL = 10
 
 
 class Step(NamedTuple):
-    """What a rank knows behind a boundary, iterations and -1 for none, and what its node's SMP has done by then."""
+    """A rank's knowledge after a boundary, iterations and -1 for none, and the work of its node's SMP by then."""
 
     whole: int = -1
     protected: int = -1
@@ -42,7 +42,7 @@ def job(settings: dict[str, Any], arena_root: Path, tmp_path: Path) -> Iterator[
 
 
 def trained(rank: int, world_size: int, settings: dict[str, Any]) -> list[Step]:
-    """Three snapshots, with steps behind the last one until it is on storage; ranks go through them together."""
+    """Three snapshots, with steps after the last one until it is on storage; ranks go through them together."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     steps, deadline = [Step()], time.monotonic() + 60.0
     while min(_of_all(steps[-1].persisted)) < 3 * INTERVAL:
@@ -71,7 +71,7 @@ def _iteration(snapshot: SnapshotId | None) -> int:
 
 
 def first(steps: list[Step], field: str, iteration: int) -> int:
-    """The step behind which ``field`` is of that iteration, or of a later one."""
+    """The step after which ``field`` is of that iteration, or of a later one."""
     return next(index for index, step in enumerate(steps) if getattr(step, field) >= iteration)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.control_block import SlotState
@@ -24,6 +23,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.choosing import inventory_of
 from tests.support.killing import killed_at
+from tests.support.snapshots import seal, store
 from tests.support.tiers import by_default
 from tests.support.waiting import until
 
@@ -41,7 +41,7 @@ def node_dir(arena_root: Path) -> Path:
 
 
 def pattern(iteration: int) -> tuple[bytes, bytes]:
-    """What a slot of ``iteration`` holds: bytes of the fragments, objects."""
+    """The contents of a slot of ``iteration``: bytes of the fragments, objects."""
     block = hashlib.sha256(iteration.to_bytes(8, "little")).digest()
     return (block * (NUMEL // 32 + 26))[: NUMEL + 816], block * (1 + iteration % 100)
 
@@ -52,23 +52,16 @@ def hashed(iteration: int) -> bool:
 
 
 def write(arena: Arena, slot: int, lineage: bytes, iteration: int) -> None:
-    image, (data, objects) = arena.image, pattern(iteration)
-    arena.control.begin(slot)
-    with arena.slot(slot) as view:
-        for offset, part in zip(image.offsets, (data[:NUMEL], data[NUMEL:]), strict=True):
-            view[offset : offset + len(part)] = part
-        view[image.objects.begin : image.objects.begin + len(objects)] = objects
-    for chunk in range(len(image.chunks)):
-        arena.control.set_chunk_hash(slot, chunk, arena.hash_chunk(slot, chunk))
-    arena.control.set_objects(slot, len(objects), xxhash.xxh3_64_intdigest(objects))
-    arena.control.seal(slot, SnapshotId(lineage, iteration), hashed(iteration))
+    data, objects = pattern(iteration)
+    store(arena, slot, (data[:NUMEL], data[NUMEL:]), objects)
+    seal(arena, slot, iteration, hashed(iteration), lineage)
     arena.control.mark_whole(SnapshotId(lineage, iteration))
     arena.control.mark_target(SnapshotId(lineage, iteration))
     arena.control.mark_protected(SnapshotId(lineage, iteration))
 
 
 def write_for_ever(path: Path, first: int) -> None:
-    """Alternate the slots; after each seal, tell the iteration in ``progress`` beside the arena."""
+    """Alternate the slots; after each seal, write the iteration to ``progress`` next to the arena."""
     arena = Arena.open(path, writable=True)
     arena.lock(5)
     progress = np.memmap(path.parent / "progress", np.int64, "r+", shape=(1,))

@@ -1,4 +1,4 @@
-"""A snapshot that cannot be finished is dropped on all ranks and never tears; training goes on."""
+"""A snapshot that cannot be finished is dropped on all ranks and never tears; training continues."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def test_a_stuck_copy_drops_the_snapshot_on_all_ranks(settings: dict[str, Any], 
 
 
 def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) -> list[tuple[int, int]]:
-    """At each boundary what was begun and what was whole; copies of 3 end on rank 1 behind boundary 5, where a save
-    waits for them."""
+    """The started and the committed snapshot at each boundary; copies of 3 end on rank 1 after boundary 5."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     capture, seal, goes_on, begun = checkpointer.capture, Capture._seal, threading.Event(), []
     assert capture is not None
@@ -85,7 +84,7 @@ def outlasts(rank: int, world_size: int, settings: dict[str, Any], saved: Path) 
 def test_copies_that_last_longer_than_an_iteration_keep_no_boundary_waiting(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Both ranks skip what is due meanwhile; what took long is whole once it is there."""
+    """Both ranks skip the snapshots due meanwhile; the slow one is committed once it is sealed."""
     settings |= {"earlier_secs": 0.0, "objects_size": "1MiB", "chunk_size": "64KiB"}
     for result in run_ranks(outlasts, RANKS, settings, tmp_path / "saved"):
         assert result.value == [(1, -1), (2, 1), (3, 2), (3, 2), (3, 2), (6, 3), (7, 6)]
@@ -106,7 +105,7 @@ def test_too_many_errors_turn_it_off_on_all_ranks(settings: dict[str, Any], tmp_
 
 
 def turned_off(rank: int, world_size: int, settings: dict[str, Any]) -> list[int]:
-    """Of each boundary from the last before it is off, how many of the described views are held yet."""
+    """For each boundary from the last before it is off, the number of described views that are still referenced."""
     checkpointer, state = plain.make(rank, world_size, settings)
     views: list[Any] = []
     described = state.description
@@ -194,8 +193,8 @@ def test_what_the_script_writes_before_the_fence_is_in_no_snapshot(
 
 
 def captured(rank: int, world_size: int, settings: dict[str, Any], computes: bool) -> list[tuple[bool, int]]:
-    """Whether it is off, and the last snapshot, behind each boundary; rank 1 captures its third step. Where it
-    ``computes`` what it has was posted before."""
+    """Whether it is off, and the last snapshot, after each boundary; rank 1 captures its third step. Where it
+    ``computes`` its snapshot was posted before."""
     checkpointer, state = plain.restarted(rank, world_size, settings)
     found = []
     for iteration in range(1, 6):

@@ -1,4 +1,4 @@
-"""A fork of a training process: its hooks are gone, and nothing of its parent's memory or record changes."""
+"""A fork of a training process: it has no hooks, and nothing of its parent's memory or record changes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_nothing_of_the_parent_changes(arena_root: Path, tmp_path: Path) -> None
 
 
 def closes_its_group(rank: int, world_size: int, folder: str) -> int:
-    """Close groups, of which a child of one rank has copies; returns how many."""
+    """Close groups that a child of one rank has copies of; returns how many."""
     for _ in range(ROUNDS):
         group = Group(30.0)
         group.gather(b"begun")

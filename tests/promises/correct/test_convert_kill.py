@@ -1,4 +1,4 @@
-"""A conversion that is killed, interrupted or out of room leaves no destination, and the same command goes on."""
+"""A conversion that is killed, interrupted or out of space leaves no destination, and the same command resumes it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ALONE = Options(workers=1)
 
 
 def more_steps(action: Callable[[], object]) -> None:
-    """What is written to a file and not yet on the disk is a step, too."""
+    """Bytes that are written to a file and not yet on the disk are a step, too."""
     fsync = os.fsync
 
     def counted(descriptor: int) -> None:
@@ -85,7 +85,7 @@ def more_steps(action: Callable[[], object]) -> None:
 @pytest.mark.parametrize("make", by_default([UniversalWriter, WeightsWriter, MegatronDistWriter], [UniversalWriter]))
 def test_killed_anywhere(tmp_path: Path, make: Callable[[Path, int], Writer]) -> None:
     """Before every file-system call of a conversion: nothing, or all, is under the destination's name, and the next
-    run makes it whole without writing finished files again."""
+    run completes it without rewriting finished files."""
     source = Columns()
     resumed, step = set(), 0
     while True:

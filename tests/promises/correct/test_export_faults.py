@@ -36,7 +36,7 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 
 SECS = 120.0
-"""For a process that loads torch, behind all that trains."""
+"""For a process that loads torch at a lower priority than training."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Snapshots without checksums: an SMP computes them when its trainers are gone, and a restart takes them anyway."""
+"""Snapshots without checksums: an SMP computes them when its trainers have ended, and a restart uses them anyway."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANKS, LAST = 2, 4
 
 @pytest.fixture
 def node_dir(settings: dict[str, Any]) -> Iterator[Path]:
-    """Of a job that protects nothing; its SMP does not outlive the test."""
+    """The directory of a job without protection; its SMP does not outlive the test."""
     path = Path(str(settings["arena"])) / "ftckpt-test" / "node"
     yield path
     if path.exists():

@@ -1,4 +1,4 @@
-"""Files of other programs are read without running code that lies in them, and bad ones are refused with a reason."""
+"""Files of other programs are read without running code in them, and bad ones are refused with a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Runs:
 
 @pytest.fixture
 def foreign() -> Iterator[types.ModuleType]:
-    """A module that is gone when its objects are read again."""
+    """A module that is missing when its objects are read again."""
     before = set(sys.modules)
     module = types.ModuleType("megatron.made_up.enums")
     color = enum.Enum("Color", {"red": 1, "green": 2}, module=module.__name__)
@@ -121,10 +121,6 @@ def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
 def test_an_unknown_class_is_refused_by_name(tmp_path: Path, foreign: Any) -> None:
     torch.save({"a": foreign.Unknown()}, tmp_path / "x.pt")
     with pytest.raises(ConvertError, match=r"x\.pt holds somebody\.elses\.Unknown"):
-        pickles.load(tmp_path / "x.pt")
-    known = {"somebody.elses.Unknown": pickles.stand_in("somebody.elses.Unknown")}
-    assert isinstance(pickles.load(tmp_path / "x.pt", known)["a"], pickles.StandIn)
-    with pytest.raises(ConvertError, match="Unknown"):
         pickles.load(tmp_path / "x.pt")
 
 

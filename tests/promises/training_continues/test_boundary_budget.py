@@ -16,17 +16,18 @@ pytestmark = pytest.mark.multiproc
 
 SNAPSHOTS = 30
 """That count: a median of so many is steady on a busy machine."""
+FIXED_MS, LOOKS = 1.5, 3.5
+"""The budget: a fixed part, and reads of every tensor's version counter. A boundary takes 0.8 ms and three reads."""
 
 
-@pytest.mark.parametrize(
-    ("pieces", "most_ms"), by_default([(30, 1.6), (1000, 2.4), (3000, 6.0)], [(30, 1.6), (1000, 2.4)])
-)
-def test_a_boundary_takes_little_of_the_training_thread(pieces: int, most_ms: float, arena_root: Path) -> None:
-    """Twice what it took beside other load, where each look at memory takes long; replicas are compared with each."""
+@pytest.mark.parametrize("pieces", by_default([30, 1000, 3000], [30, 1000]))
+def test_a_boundary_takes_little_of_the_training_thread(pieces: int, arena_root: Path) -> None:
+    """Replicas are compared with each snapshot. Beside other load the unit, a read of each tensor, grows, too."""
     changes = {"overhead_budget": 0.0, "interval": 1}
     with settings_of(arena_root, changes) as settings:
         case = Case("plain, replicas", pieces)
         ranks = [one.value for one in run_ranks(measure, 2, case, settings, SNAPSHOTS, stand_in=False)]
     spent = [ms for rank in ranks for ms in rank["cpu_ms"][WARM_UP:]]
+    looks = [ms for rank in ranks for ms in rank["look_ms"]]
     assert len(spent) == 2 * SNAPSHOTS and max(rank["pieces"] for rank in ranks) >= 0.9 * pieces
-    assert statistics.median(spent) <= most_ms
+    assert statistics.median(spent) <= FIXED_MS + LOOKS * statistics.median(looks)

@@ -1,4 +1,4 @@
-"""A job beside other load: two busy loops on each core that its ranks and SMPs may use."""
+"""A job under other load: two busy loops on each core that its ranks and SMPs may use."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def test_a_protected_snapshot_is_never_older_than_promised(
         return {event["iteration"]: event["time"] for event in told if event["event"] == kind}
 
     def enough() -> bool:
-        owner, secs, _ = pulse.smp()
-        silent_secs.append(secs if owner else 0.0)
+        silent_secs.append(pulse.smp_age_secs() if pulse.smp_beat()[0] else 0.0)
         return len(seen("protected")) >= PROTECTED
 
     try:

@@ -78,7 +78,7 @@ def test_all_ranks_see_the_same_bytes_in_the_order_of_ranks() -> None:
 
 
 def read(agreement: Any, timeout_secs: float) -> Any:
-    """Of each verdict what is whole and what all want of the next snapshot."""
+    """For each vote result the committed snapshot and the readiness of all for the next."""
     verdicts = agreement.read(timeout_secs)
     return None if verdicts is None else [(verdict.newest, int(verdict.will)) for verdict in verdicts]
 
@@ -196,7 +196,7 @@ FEW_SECS = 12.0
 
 
 def outlive(rank: int, size: int, lost: int, what: str, here: str) -> tuple[str, float]:
-    """What a rank is told, and after how long, when another is lost before a collective."""
+    """The error of a rank, and its delay, when another is lost before a collective."""
     group = Group(GROUP_SECS)
     agreement = Agreement(group)
     pids = [int(pid) for pid in group.gather(str(os.getpid()).encode())]
@@ -223,7 +223,7 @@ def outlive(rank: int, size: int, lost: int, what: str, here: str) -> tuple[str,
 @pytest.mark.faults
 @pytest.mark.parametrize("what", ["gather", "agree"])
 def test_no_rank_waits_for_others_that_failed_where_a_rank_is_lost(what: str, tmp_path: Path) -> None:
-    """Not all had a connection to the lost one, and those that had go on with training."""
+    """Not all had a connection to the lost one, and those that had continue training."""
     results = run_ranks(outlive, 6, 3, what, str(tmp_path), expect_failures=True, grace_secs=4 * FEW_SECS)
     told = [result.value for rank, result in enumerate(results) if rank != 3]
     assert all(text and waited < FEW_SECS for text, waited in told), told
@@ -273,7 +273,7 @@ time.sleep(600)  # until it is killed
 
 
 def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int, here: str) -> tuple[str, float]:
-    """What rank 1 is told, and after how long, when rank 0 never comes and the store has stopped to answer."""
+    """The error of rank 1, and its delay, when rank 0 never arrives and the store does not answer."""
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
     group = Group(FEW_SECS / 4)
     group.barrier()
@@ -338,7 +338,7 @@ time.sleep(float(sys.argv[3]))  # it never posts
 
 @pytest.mark.faults
 def test_a_rank_that_fails_ends_at_once_whatever_it_has_posted(tmp_path: Path) -> None:
-    """Otherwise its launcher would hear of it minutes later."""
+    """Otherwise its launcher would detect it minutes later."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", FAIL_WITH_A_POST, str(rank), str(tmp_path / "store"), str(GROUP_SECS)],

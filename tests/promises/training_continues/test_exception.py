@@ -1,4 +1,4 @@
-"""Errors in a rank, not kills: it ends at once and says why, and the job goes on from memory.
+"""Errors in a rank, not kills: it ends at once and logs why, and the job resumes from memory.
 
 What users see most: out of memory, an assertion, an error of the data loader, ``sys.exit``, SIGTERM of a scheduler,
 Ctrl-C. Each test is one job of torchrun, which restarts it after each failure.
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises.training_continues.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
 from tests.support import constants, jobs
-from tests.support.failing import ALL, DIRECTORY_VAR, MESSAGE, Failure, fired, write_plan
 from tests.support.launching import ITERATIONS, Launched, deepspeed_config
 from tests.support.pool import run_ranks
 from tests.support.processes import command_line, is_running
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults, pytest.mark.timeout(120
 
 MODEL = ("--pp", "2", "--layers", "2", "--hidden", "32", "--seq", "32", "--global-batch", "8", "--micro-batch", "2")
 SETTINGS = ("--ftckpt-chunk-size", "64KiB", "--ftckpt-objects-size", "1MiB")
-SCRIPT = str(Path(__file__).parents[2] / "support" / "failing.py")
+SCRIPT = str(Path(__file__).with_name("failing.py"))
 PROMPT_SECS = 15.0
 """Some seconds, on a busy machine; where a rank waits for others it takes a minute or more."""
 START_SECS = 60.0
@@ -81,7 +81,7 @@ class Failing(Launched):
                     self.ended[pid] = time.time()
 
     def check_prompt(self, failures: Sequence[Failure]) -> None:
-        """All failures came, and each of them soon ended its process."""
+        """All failures fired, and each of them soon ended its process."""
         came = fired(self.failures)
         assert [one["number"] for one in came if failures[one["number"]].rank != ALL or not one["rank"]] == list(
             range(len(failures))
@@ -106,7 +106,7 @@ def failing(tmp_path: Path, arena_root: Path) -> Iterator[Failing]:
 
 
 def check(failing: Failing, failures: Sequence[Failure], *options: str, restored: int | None = None) -> None:
-    """Each failure ends the ranks at once, and the job goes on to the end; ``restored``: how often from memory."""
+    """Each failure ends the ranks at once, and the job trains to its end; ``restored``: how often from memory."""
     failing.launch(failures, *options)
     failing.finish(START_SECS * (2 + len(failures)))
     failing.check_prompt(failures)
@@ -169,7 +169,7 @@ AT_THE_END = [Failure("end", 0, nth=1), Failure("close", 1, nth=1), Failure("clo
 
 @pytest.mark.slow
 def test_an_error_at_the_end(failing: Failing) -> None:
-    """Until all ranks have closed, what is there stays; once they have, there is nothing more to go on from."""
+    """Until all ranks have closed, snapshots stay; once they have, there is nothing to resume from."""
     failing.common += ["--dump-final", str(failing.here / "final")]
     failing.training += ["--dump-final", str(failing.here / "final")]
     failing.launch(AT_THE_END)
@@ -188,7 +188,7 @@ GOES_ON = {
     "a rank leaves": (LEAVING, None),
     "the script closes": (CLEANING_UP, None),
 }
-"""Failures, and how often the job goes on from memory if not after each."""
+"""Failures, and how often the job resumes from memory if not after each."""
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ COLLECTIVE = ("save", "choose", "proof", "close")
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", COLLECTIVE)
 def test_others_do_not_wait(stage: str, failing: Failing) -> None:
-    """Where a rank fails by itself in what is collective, the others end, too, and say why."""
+    """If a rank fails by itself in a collective call, the others end, too, and log why."""
     # At the end broken groups are connected once more: a rank that does not come is waited for so long.
     failing.env[constants.VARIABLE] = '{"vote_secs": 5, "earlier_secs": 30}'
     failing.launch([Failure(stage, 1, "exit", nth=1)], *LONG)
@@ -226,7 +226,7 @@ def test_others_do_not_wait(stage: str, failing: Failing) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGINT], ids=lambda by: by.name)
 def test_the_launcher_is_told_to_end(by: signal.Signals, failing: Failing) -> None:
-    """As by a scheduler or by Ctrl-C: all processes end, and a later start of the job goes on from memory."""
+    """SIGTERM as by a scheduler, SIGINT as by Ctrl-C: all processes end, and a later start resumes from memory."""
     failing.training += ["--iterations", "100000"]
     script = failing.launch([])
     failing.wait_for("snapshots", lambda: failing.events(0, "snapshot")[4:])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftckpt.memory.directory import node_directory
-from ftckpt.memory.interval_file import write_interval
+from ftckpt.session.attempt import write_interval
 from tests.support import jobs, plain
 from tests.support.pool import run_ranks
 
@@ -38,7 +38,6 @@ def test_snapshots_become_rarer_together_and_frequent_again(settings: dict[str, 
     settings |= {"overhead_budget": 0.3, "replica_check_interval": 0}
     run_ranks(train, 3, settings, 120, 40)
     assert not jobs.events(settings, "snapshot_error")
-    assert {event["rank"] for event in jobs.events(settings, "replanned")} == {1}
     changes = jobs.events(settings, "interval_changed")
     by_rank = [[event["interval"] for event in changes if event["rank"] == rank] for rank in range(3)]
     assert by_rank[0] == by_rank[1] == by_rank[2]

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.multiproc
 
 ROOT = Path(__file__).resolve().parents[3]
-EXTRAS = ("yaml", "tqdm", "rich", "matplotlib", "jinja2", "obstore", "zstandard", "prometheus_client", "safetensors")
+EXTRAS = ("yaml", "matplotlib", "jinja2", "obstore", "zstandard", "prometheus_client", "safetensors")
 WITHOUT = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS!r}))  # an import of them fails\n"
 DEADLINE_SECS = 150.0
 
@@ -43,7 +43,7 @@ def start(bare: dict[str, str], log: Path, iterations: int, *settings: str) -> s
 
 
 def ended(job: subprocess.Popen[bytes], log: Path) -> str:
-    """What it printed. It has ended well."""
+    """The output of a command that must succeed."""
     try:
         code = job.wait(DEADLINE_SECS)
     finally:
@@ -54,7 +54,7 @@ def ended(job: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def trainers(arena: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, int]]:
-    """As ``ftckpt status`` tells them."""
+    """From ``ftckpt status``."""
     capsys.readouterr()
     if main(["status", "bare", "--json", "--arena", str(arena)]) != 0:
         return []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from ftckpt.group import Group
-from ftckpt.memory.destinations import LoadTarget
+from ftckpt.memory.destinations import TargetParts
 from ftckpt.memory.image import Span
 from ftckpt.memory.locations import SlotAt
 from ftckpt.model.fragment import Box, Fragment
@@ -37,7 +36,7 @@ SHAPES = {"w0": (24, 36), "w1": (7, 12, 10), "w2": (501,), "w3": (64, 48)}
 
 @dataclass
 class Sides:
-    """How a tensor lies over the ranks: cut along an axis into boxes; replicas of a box are whole or flat ranges."""
+    """The distribution of a tensor over ranks: cut along an axis into boxes; replicas are full or flat ranges."""
 
     axis: int
     boxes: int
@@ -45,7 +44,7 @@ class Sides:
 
 
 def value(key: str, fragment: Any) -> np.ndarray:
-    """What each element is: a function of its place in the whole tensor and of the key."""
+    """The value of each element: a function of its place in the full tensor and of the key."""
     whole = np.arange(math.prod(fragment.global_shape), dtype=np.int32).reshape(fragment.global_shape)
     box = fragment.box
     slices = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
@@ -85,9 +84,9 @@ def reshape(rank: int, size: int, folder: str, seeds: list[int]) -> list[dict[st
             size = path.stat().st_size
             chunks = [Span(at, min(at + 1000, size)) for at in range(0, size, 1000)]
 
-            def scatter(number: int, targets: Sequence[LoadTarget]) -> None:
+            def scatter(number: int, parts: TargetParts) -> None:
                 with open(path, "rb") as file:
-                    for begin, memory in targets:
+                    for begin, memory in (target for part in parts() for target in part.targets):
                         assert chunks[number].begin <= begin <= begin + len(memory) <= chunks[number].end
                         file.seek(begin)
                         assert file.readinto(memory) == len(memory)

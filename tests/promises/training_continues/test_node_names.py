@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
 def in_containers(
     rank: int, world_size: int, settings: dict[str, Any], shares_memory: bool
 ) -> tuple[int | None, str, list[str]]:
-    """What a start gives: the iteration, an error, and what is left in this container's memory."""
+    """The result of a start: the iteration, an error, and the files in this container's memory."""
     arena = Path(settings["arena"])
     if rank > 0:
         move_into_a_container(arena, shares_memory)

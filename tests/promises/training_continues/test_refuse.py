@@ -1,4 +1,4 @@
-"""What cannot work is refused at start, on all ranks, by name and with a remedy."""
+"""Impossible configurations are refused at start, on all ranks, by name and with a remedy."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_close_before_restore_is_told_and_removes_nothing(settings: dict[str, 
 
 
 def test_too_little_memory(settings: dict[str, Any], arena_root: Path) -> None:
-    """Room for one rank's arena and not for two: the sum of the node's ranks is what is refused."""
+    """Memory for one rank's arena and not for two: the sum of the node's ranks is refused."""
     if os.geteuid():
         pytest.skip("mounting a small tmpfs needs root")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(arena_root)], check=True)
@@ -124,26 +124,31 @@ def test_a_node_that_was_renamed(settings: dict[str, Any]) -> None:
     refused(settings, [], "ArenaError.*node name 'old'.*--ftckpt-node old")
 
 
-def unsaved(rank: int, world_size: int, settings: dict[str, Any]) -> None:
+def with_objects(rank: int, world_size: int, settings: dict[str, Any], objects: dict[str, Any]) -> None:
+    """Start a job in which rank 1 saves ``objects``."""
     checkpointer, state = plain.make(rank, world_size, settings)
     if rank == 1:
-        state.save_objects = lambda: {"loader": {"seen": [1, {2}]}}  # type: ignore[method-assign]
+        state.save_objects = lambda: objects  # type: ignore[method-assign]
     checkpointer.restore()
 
 
 def test_an_object_that_cannot_be_saved(settings: dict[str, Any], arena_root: Path) -> None:
     """On all ranks, before training: not ftckpt turned off after some failed snapshots."""
     with a_rank_raises(UnsupportedError, "rank 1", "objects.loader.seen[1] is a builtins.set"):
-        run_ranks(unsaved, 2, settings)
+        run_ranks(with_objects, 2, settings, {"loader": {"seen": [1, {2}]}})
     assert not any(arena_root.iterdir())
 
 
 def test_objects_that_do_not_fit(settings: dict[str, Any]) -> None:
     with a_rank_raises(ConfigError, "are reserved: raise", "which is 1MiB"):
-        jobs.outcomes(2, jobs.Run([], 3, {**settings, "objects_size": "1MiB"}, ballast_bytes=2 << 20))
+        run_ranks(with_objects, 2, {**settings, "objects_size": "1MiB"}, {"bytes": bytes(2 << 20)})
+
+
+def add_parameter(job: Any, rank: int) -> None:
+    jobs.add_parameter(job.model[0])
 
 
 def test_a_parameter_that_nothing_steps(settings: dict[str, Any], arena_root: Path) -> None:
     with a_rank_raises(UnsupportedError, "extra.weight", "optimizer"):
-        jobs.outcomes(2, jobs.Run([], 3, settings, extra_parameter=True))
+        jobs.outcomes(2, jobs.Run([], 3, settings, prepare=add_parameter))
     until(lambda: not any(arena_root.iterdir()), "the last rank's removal of the job's lock")

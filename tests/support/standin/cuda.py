@@ -1,8 +1,8 @@
 """`torch.cuda` on a machine without a GPU, and tensors that are asked for on "cuda" made on the CPU.
 
-One CPU "device", one stream on which everything has already happened, and the CPU generator in the place of the
-device generator. Factories and methods of tensors are replaced (rather than pushing a `TorchFunctionMode`): a mode is
-bound to the thread that pushed it and slows every call down.
+One CPU "device", one stream on which everything has already happened, and the CPU generator as the device generator.
+Factories and methods of tensors are replaced (rather than pushing a `TorchFunctionMode`): a mode is bound to the
+thread that pushed it and slows every call down.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class CpuEvent:
-    """An event on a device that is never behind: recorded means done."""
+    """An event on a device that never lags: recorded means done."""
 
     def __init__(self, enable_timing: bool = False, *_args: Any, **_kwargs: Any) -> None:
         self._enable_timing = enable_timing

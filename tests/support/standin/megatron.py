@@ -110,7 +110,7 @@ def _let_torch_adam_load(distrib_optimizer: ModuleType) -> None:
 
 
 class _Decorator:
-    """Stands for anything in triton: decorators return their function, the rest is never called."""
+    """Stands for anything in triton: decorators return their function, nothing else is called."""
 
     def __getattr__(self, _name: str) -> _Decorator:
         return self

@@ -1,13 +1,11 @@
 """A stand-in for Transformer Engine, and for Apex, on a CPU under their names: real Megatron-core trains with it.
 
 TE cannot be built without CUDA. Mirrored from its sources at v2.2, v2.4 and v2.18 (``RELEASES``): which tensors
-delayed scaling keeps, under which attributes, when they are made, reduced and updated; what ``get_extra_state``
-gives; FusedAdam's state. FP8 values are those of torch's types; sums are torch's own. What differs between releases
-says so.
+delayed scaling has, under which attributes, when they are made, reduced and updated; what ``get_extra_state`` gives;
+FusedAdam's state. FP8 values are those of torch's types; sums are torch's own. Differences of releases are noted.
 
-``install`` puts it in the place of the package and loads Megatron anew, in a process made for one test. Given a
-checkout, its optimizers, and ``GroupedLinear`` where ``experts`` asks for it, are the real Python over kernels in
-torch (``real.py``).
+``install`` replaces the package and reloads Megatron, in a process made for one test. Given a checkout, its
+optimizers are the real Python over kernels in torch (``real.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import torch
 
 RELEASES = ("2.2", "2.4", "2.18")
 
@@ -31,7 +27,7 @@ def at_least(minor: int) -> bool:
     return int(release.partition(".")[2]) >= minor
 
 
-def install(of_release: str, checkout: Path | None = None, experts: bool = False) -> None:
+def install(of_release: str, checkout: Path | None = None) -> None:
     """From here on this process has Transformer Engine, and Megatron is imported by its next user."""
     global release
     release = of_release
@@ -65,9 +61,6 @@ def install(of_release: str, checkout: Path | None = None, experts: bool = False
         from tests.support.te import real
 
         real.load_optimizers(checkout)
-        if experts:
-            pytorch: Any = sys.modules["transformer_engine.pytorch"]
-            pytorch.GroupedLinear = real.grouped_linear(checkout)
     _forget_megatron()
 
 
@@ -80,12 +73,7 @@ def install_apex(checkout: Path | None = None) -> None:
     put("apex.multi_tensor_apply", _names(fused_adam, "multi_tensor_applier"))
     put("apex.optimizers", {"FusedAdam": fused_adam.ApexFusedAdam, "FusedSGD": fused_adam.FusedSGD})
     if checkout is not None:
-        torch.cuda.IntTensor = torch.IntTensor  # type: ignore[assignment, misc]  # older ones ask for a flag so
-        real.load_package("apex.multi_tensor_apply", checkout / "apex/multi_tensor_apply")
-        # One file: others of this package want names of old releases of torch.
-        package: Any = sys.modules["apex.optimizers"]
-        package.__path__ = [str(checkout / "apex/optimizers")]
-        package.FusedAdam = importlib.import_module("apex.optimizers.fused_adam").FusedAdam
+        real.load_apex(checkout)
     _forget_megatron()
 
 

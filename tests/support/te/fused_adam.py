@@ -2,7 +2,7 @@
 
 Compiled (``transformer_engine_torch``, ``amp_C``), kernels write by address, which torch does not count; here they
 write so, too. Mirrored are ``pytorch/optimizers/fused_adam.py`` and Apex from 23.05 to the newest: which state they
-keep, when they make it, and where they count steps.
+have, when they make it, and where they count steps.
 """
 
 from __future__ import annotations
@@ -42,20 +42,6 @@ def multi_tensor_l2norm(_chunk: int, _overflow: torch.Tensor, lists: Lists, *_pe
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
-def te_general_grouped_gemm(*args: Any) -> list[torch.Tensor]:
-    """A product for each expert, in one tensor of all experts' rows where the output is single."""
-    left, left_turned, right, right_turned, out, _, rows, bias, _, is_single, _, grad, _, _, accumulates = args[:15]
-    outs = out[0].split(rows) if is_single else out
-    for first, second, into, added in zip(left, right, outs, bias, strict=True):
-        product = (second.t() if right_turned else second) @ (first.t() if left_turned else first)
-        if added.numel() and grad:
-            added.copy_(second.sum(0))
-        elif added.numel():
-            product = product + added
-        into.data.copy_(into.data + product if accumulates else product)
-    return bias  # type: ignore[no-any-return]
-
-
 def _of_each(lists: Lists) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(tensor.data for tensor in tensors) for tensors in zip(*lists, strict=True)]
 
@@ -77,7 +63,7 @@ def _adam(
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master: a remainder below zero says that the weight was rounded up."""
+    """The fp32 master: a remainder below zero means that the weight was rounded up."""
     high = weight.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 

@@ -71,7 +71,7 @@ class DelayedScalingRecipeState:
 
 
 class Float8CurrentScalingRecipeState:
-    """Nothing is kept: the scale follows from the tensor."""
+    """No state: the scale follows from the tensor."""
 
     def __init__(self, recipe: Float8CurrentScaling, mode: str, num_quantizers: int) -> None:
         self.dtype = E4M3 if mode == "forward" else E5M2
@@ -383,7 +383,7 @@ class LayerNorm(BasicOperation):
 
 
 class CudaRNGStatesTracker:
-    """Keeps generators that are safe in CUDA graphs, not their states."""
+    """Has generators that are safe in CUDA graphs, not their states."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Generator] = {}

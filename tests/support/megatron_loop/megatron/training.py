@@ -45,7 +45,7 @@ def pretrain(arguments: Namespace) -> None:
 
 
 def batches(begin: int) -> Iterator[torch.Tensor]:
-    """Those behind ``begin`` samples, with noise from the generator of the process."""
+    """Batches after ``begin`` samples, with noise from the generator of the process."""
     while True:
         yield torch.full((MICRO, WIDTH), 0.1 * (begin % 10)) + 0.1 * torch.rand(MICRO, WIDTH)
         begin += MICRO

@@ -1,0 +1,307 @@
+"""Optimizers under plain torch: any state is restored bit for bit, or the optimizer is refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import ftckpt.torch
+from ftckpt.config import Config
+from ftckpt.errors import CaptureError, FtckptError, MismatchError
+from ftckpt.torch.state import PlainState
+from tests.promises.complete.test_node_loss import reference
+from tests.support.errors import message_of
+from tests.support.launching import Nodes
+from tests.support.optimizers import Averaging, Counting, Whitened
+from tests.support.pool import run_ranks
+from tests.support.repository import ROOT
+from tests.support.resuming import HALF, Parts, attach, resumed, simple
+
+pytestmark = pytest.mark.multiproc
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table((x.abs() * 5).long().clamp(max=15)).sum(1)
+        return found
+
+
+def dense(bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12, bias=bias), nn.GELU(), nn.Linear(12, 8, bias=bias))
+
+
+Make = Callable[[Any], Any]
+NAMES = (
+    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    "SGD",
+)  # fmt: skip
+OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Make]] = {
+    name: (dense, partial(getattr(optim, name), lr=1e-2)) for name in NAMES if hasattr(optim, name)
+}
+OF_TORCH |= {
+    "AdamW amsgrad": (dense, partial(optim.AdamW, lr=1e-2, amsgrad=True)),
+    "RMSprop centered": (dense, partial(optim.RMSprop, lr=1e-2, momentum=0.9, centered=True)),
+    "SGD momentum": (dense, partial(optim.SGD, lr=1e-2, momentum=0.9)),
+    "LBFGS": (dense, partial(optim.LBFGS, lr=0.1, max_iter=4, history_size=6)),
+    "LBFGS line search": (dense, partial(optim.LBFGS, lr=0.1, line_search_fn="strong_wolfe")),
+    "SparseAdam": (Words, lambda parameters: optim.SparseAdam(list(parameters), lr=1e-2)),
+    "Whitened": (dense, Whitened),
+}
+if hasattr(optim, "Muon"):
+    OF_TORCH["Muon"] = (partial(dense, bias=False), partial(optim.Muon, lr=1e-2))
+
+OF_OTHERS = {
+    "schedulefree": ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"),
+    "prodigyopt": ("Prodigy",),
+    "lion_pytorch": ("Lion",),
+    "pytorch_optimizer": (
+        "SOAP",
+        "Shampoo",
+        "Lamb",
+        "MADGRAD",
+        "Ranger",
+        "AdEMAMix",
+        "GrokFastAdamW",
+        "SophiaH",
+        "Kron",
+    ),
+}
+
+
+def parts_of(model: nn.Module, optimizer: Any) -> Parts:
+    if not isinstance(optimizer, optim.LBFGS):
+        return simple(model, optimizer)
+    torch.manual_seed(3)
+
+    def train(iteration: int) -> torch.Tensor:
+        x = torch.randn(4, 8)
+
+        def loss() -> Any:
+            optimizer.zero_grad()
+            loss = (model(x) - x.sin()).pow(2).mean()
+            loss.backward()
+            return loss
+
+        return torch.as_tensor(optimizer.step(loss)).detach()
+
+    return Parts(model, optimizer, train)
+
+
+def resume(rank: int, world_size: int, names: list[str], root: str) -> dict[str, Any]:
+    """The results of ``resumed``, or the errors, by the name of the case."""
+    found: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        make_model, make = OF_TORCH.get(name) or (dense, of_other(name))
+
+        def build(attempt: int, make_model: Any = make_model, make: Any = make) -> Parts:
+            torch.manual_seed(1)
+            model = make_model()
+            optimizer = make(model.parameters())
+            getattr(optimizer, "train", lambda: None)()
+            return parts_of(model, optimizer)
+
+        arena = Path(root, str(number))
+        arena.mkdir(mode=0o700)
+        try:
+            found[name] = resumed(build, str(arena))
+        except FtckptError as error:
+            found[name] = str(error)
+    return found
+
+
+def of_other(name: str) -> Make:
+    module, _, kind = name.rpartition(".")
+    return partial(getattr(importlib.import_module(module), kind), lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def of_torch() -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="ftckpt-test-", dir="/dev/shm") as root:
+        yield run_ranks(resume, 1, list(OF_TORCH), root, stand_in=False)[0].value
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_a_restart_has_the_bits_of_an_unbroken_run(name: str, of_torch: dict[str, Any]) -> None:
+    assert of_torch[name] == (HALF, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", OF_OTHERS)
+def test_a_restart_with_an_optimizer_of_another_package_has_the_bits_of_an_unbroken_run(
+    module: str, arena_root: Path
+) -> None:
+    pytest.importorskip(module)
+    names = [f"{module}.{kind}" for kind in OF_OTHERS[module]]
+    found = run_ranks(resume, 1, names, str(arena_root), stand_in=False)[0].value
+    assert found == dict.fromkeys(names, (HALF, True))
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """The errors for optimizers that cannot be saved."""
+
+    def said(make: Make) -> str:
+        model = dense()
+        optimizer = make(model.parameters())
+        config = Config(enabled=True, job="refused", node="n")
+        return message_of(lambda: ftckpt.torch.attach(model, optimizer, config=config).restore())
+
+    def grow(state: dict[str, Any]) -> None:
+        state.setdefault("losses", []).append(1.0)
+
+    def alias(state: dict[str, Any]) -> None:
+        state["again"] = state["factors"][0].detach()
+
+    def refuse(state: dict[str, Any]) -> None:
+        raise ValueError("no")
+
+    return {
+        "attribute": said(Counting),
+        "growth": said(partial(Whitened, twist=grow)),
+        "alias": said(partial(Whitened, twist=alias)),
+        "fails": said(partial(Whitened, twist=refuse)),
+        "wrapper": said(lambda parameters: Averaging(optim.AdamW(parameters))),
+    }
+
+
+REFUSED = {
+    "attribute": ("Counting", "num_steps"),
+    "growth": ("Whitened", "grows"),
+    "alias": ("Whitened", "again", "factors.0"),
+    "fails": ("Whitened", "ValueError"),
+    "wrapper": ("Averaging", "AdamW"),
+}
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_by_name_and_reason() -> None:
+    said = run_ranks(refusals, 1, stand_in=False)[0].value
+    assert {name: [word for word in words if word not in said[name]] for name, words in REFUSED.items()} == {
+        name: [] for name in REFUSED
+    }, said
+
+
+def late(rank: int, world_size: int) -> list[str]:
+    """The errors at boundaries for state that comes late, and for state that other code refers to."""
+    kept: list[Any] = []
+
+    def add(state: dict[str, Any]) -> None:
+        if state["step"] == 5:
+            state["extra"] = torch.zeros(3)
+
+    found = []
+    for twist in (add, lambda state: kept.append(state["factors"])):
+        parts = simple(dense(), None)
+        optimizer = Whitened(parts.model.parameters())
+        state = PlainState(parts.model, optimizer, None, {})
+        state.describe()
+        optimizer.twist = twist  # type: ignore[assignment]
+        parts = simple(parts.model, optimizer)
+        said = []
+        for iteration in range(6):
+            parts.train(iteration)
+            if twist is not add:
+                kept[:] = [list(factors) for factors in kept]
+            said.append(message_of(state.optimizer_state.settle, CaptureError))
+        found.append(said[-1] if not said[0] or twist is not add else "early")
+    return found
+
+
+def test_state_that_the_trial_has_not_seen_fails_the_snapshot_by_name() -> None:
+    extra, shared = run_ranks(late, 1, stand_in=False)[0].value
+    assert "Whitened" in extra and "extra of 0.weight" in extra
+    assert "Whitened" in shared and "factors.0 of 0.weight" in shared
+
+
+def values_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Whole weights, and whole state with their shape or of one number."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if isinstance(whole, int | torch.Tensor):
+                found[f"{key} {name.removeprefix('module.')}"] = torch.as_tensor(whole).tolist()
+    return found
+
+
+def reshaped(rank: int, world_size: int, arena: str, wrap: str, kind: str) -> Any:
+    """Trains three iterations; returns the first iteration and values before and after them, or the error."""
+    torch.manual_seed(1)
+    model = dense()
+    if wrap == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)))
+    elif world_size > 1:
+        model = DistributedDataParallel(model)
+    parts = simple(model, OF_TORCH[kind][1](model.parameters()))
+    try:
+        checkpointer, start = attach(parts, arena)
+    except MismatchError as error:
+        return str(error)
+    before = values_of(model, parts.optimizer)
+    for iteration in range(start + 1, start + 4):
+        parts.train(iteration)
+        checkpointer.step(iteration)
+    checkpointer.close(remove=False)
+    return start, before, values_of(model, parts.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "refused"),
+    [
+        ("RMSprop", ("fsdp2", 2), ("ddp", 1), False),
+        ("Adafactor", ("ddp", 2), ("ddp", 1), False),
+        ("Whitened", ("ddp", 2), ("ddp", 1), False),
+        ("Whitened", ("fsdp2", 2), ("fsdp2", 2), False),
+        ("Whitened", ("fsdp2", 2), ("ddp", 1), True),
+        ("Whitened", ("ddp", 2), ("fsdp2", 2), True),
+    ],
+)
+def test_another_layout_has_the_same_state_or_refuses_that_of_shards_by_name(
+    kind: str, before: tuple[str, int], after: tuple[str, int], refused: bool, arena_root: Path
+) -> None:
+    def lives(wrap: str, ranks: int) -> list[Any]:
+        return [one.value for one in run_ranks(reshaped, ranks, str(arena_root), wrap, kind, stand_in=False)]
+
+    first, second = lives(*before), lives(*after)
+    if refused:
+        assert all("Whitened" in said and "factors.0 of 0.weight" in said for said in second), second
+        return
+    for start, restored, _ in second:
+        assert start == 3 and restored == first[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("optimizer", ["torch.optim.RMSprop", "tests.support.optimizers.Whitened"])
+def test_a_killed_rank_has_its_optimizer_back(optimizer: str, tmp_path: Path, arena_root: Path) -> None:
+    arguments = ("--wrap", "ddp", "--layers", "1", "--hidden", "32", "--seq", "32", "--global-batch", "8",
+                 "--micro-batch", "1", "--optimizer", optimizer)  # fmt: skip
+    script = [str(ROOT / "launch" / "train_plain.py"), *arguments, "--ftckpt-chunk-size", "64KiB"]
+    nodes = Nodes(tmp_path, arena_root, script, count=1, nproc=2)
+    try:
+        nodes.start_node("a", "127.0.0.1")
+        nodes.kill_rank(1)
+        nodes.finish()
+        (restored,) = nodes.restored()
+        assert restored >= 2
+        nodes.check_equal(*reference(2, arguments))
+        nodes.check_nothing_left()
+    finally:
+        nodes.stop()
