@@ -45,8 +45,8 @@ def attach(trainer: Any, config: Config | None) -> None:
 
 
 class _LoaderPosition:
-    """The position of a data loader. Loaders of torchtitan pickle theirs, and ftckpt reads no pickles: it is taken from
-    the ``StatefulDataLoader`` that they derive from."""
+    """The position of a data loader, from the ``StatefulDataLoader`` that torchtitan's derives from: torchtitan pickles
+    it, and ftckpt reads no pickles."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
