@@ -45,8 +45,8 @@ def attach(trainer: Any, config: Config | None) -> None:
 
 
 class _LoaderPosition:
-    """The position of a data loader, from the ``StatefulDataLoader`` that torchtitan's derives from: torchtitan pickles
-    it, and ftckpt reads no pickles."""
+    """The position of a data loader, of the ``StatefulDataLoader`` from which torchtitan's derives: torchtitan's is
+    pickled, and ftckpt reads no pickles."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
