@@ -193,8 +193,7 @@ def add_pin(parser: argparse.ArgumentParser) -> None:
 
 
 def _name(text: str) -> CheckpointName:
-    name = CheckpointName(int(text)) if text.isdecimal() else CheckpointName.parse(text)
-    if name is None:
+    if (name := CheckpointName.of(text)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a name such as iter_0000012 nor an iteration")
     return name
 
