@@ -249,7 +249,7 @@ def _wait_for(ranks: RankGroup, progress: Path, iteration: int) -> None:
     """Until every rank has trained ``iteration``."""
     deadline = time.monotonic() + _START_SECS
     while time.monotonic() < deadline:
-        files = [progress / f"rank{rank}" for rank in range(ranks.world_size)]
+        files = [progress / f"rank{rank}" for rank in range(len(ranks.pids))]
         if all(file.exists() and int(file.read_text() or 0) >= iteration for file in files):
             return
         if ranks.wait_first_failure(0.0):
