@@ -1,6 +1,6 @@
 """Trains a tiny model with Ray Train: two workers, which Ray restarts if one dies.
 
-    python launch/train_ray.py --out out --ftckpt --ftckpt-job tiny
+    python launch/train_ray.py OUT --ftckpt --ftckpt-job tiny
 
 Ray starts the workers and their process group; four lines, marked below, are ftckpt's.
 """
@@ -35,7 +35,7 @@ def train(arguments: dict[str, Any]) -> None:
     """Runs in each worker."""
     import ftckpt.torch
 
-    config, (_, out) = ftckpt.Config.from_flags(arguments["argv"])  # ftckpt: 1
+    config, (out,) = ftckpt.Config.from_flags(arguments["argv"])  # ftckpt: 1
     torch.manual_seed(1)
     layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
     model = prepare_model(torch.nn.Sequential(*layers))

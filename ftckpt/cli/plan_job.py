@@ -25,7 +25,7 @@ _MASTERS_BYTES = 12
 """Per parameter: an fp32 weight (a master weight if training is in 16 bits) and two fp32 moments of Adam."""
 _PURE_BYTES = 6
 """Per parameter: a 16-bit weight without a master weight, and two 16-bit moments."""
-_SIZES = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp", "nodes", "gpus_per_node", "layers", "fsdp_replicas")
+_SIZES = ("tp", "pp", "dp", "cp", "ep", "etp", "nodes", "gpus_per_node", "nodes_per_rack", "fsdp_replicas")
 _COUNTS_BYTES = 4096
 """The step counters of torch's Adam, 4 bytes per tensor on every rank, for an assumed 1024 tensors."""
 
@@ -57,7 +57,6 @@ class JobShape:
     cp: int
     dp: int
     pp: int
-    vpp: int
     ep: int
     etp: int
     gpus_per_node: int
@@ -151,24 +150,17 @@ class JobShape:
 
     def assumptions(self) -> list[str]:
         """Assumptions about the job's state, as texts."""
-        texts = [
+        return [
             f"{self.holders.bytes_per_param} bytes per parameter: {self.holders.text}",
             "all parameters are trained and divided evenly: layernorms, embeddings, padding, frozen parameters and "
             "mutable state are not counted separately",
         ]
-        if self.vpp > 1:
-            texts.append(
-                f"vpp {self.vpp} changes which layers a stage has and when copies run, not the state of a rank; "
-                "the cost of a snapshot is estimated without windows"
-            )
-        return texts
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Adds the options that ``job_of`` reads to the parser of a command."""
-    for name in ("tp", "pp", "vpp", "cp", "ep"):
-        text = "model chunks per pipeline stage" if name == "vpp" else f"{name.upper()} size"
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default: 1)")
+    for name in ("tp", "pp", "cp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"{name.upper()} size (default: 1)")
     parser.add_argument("--dp", type=int, help="DP size (default: fills --nodes, else 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
     parser.add_argument("--cluster", choices=CLUSTERS, help="nodes by name: GPUs, host memory, network")
@@ -179,7 +171,6 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=partial(_count, "--params"), help=text)
     count, text = partial(_count, "--expert-params"), "how many of them are in experts"
     parser.add_argument("--expert-params", type=count, metavar="P", help=text)
-    parser.add_argument("--layers", type=int, metavar="N", help="layers; checks that stages divide them")
     parser.add_argument(
         "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP's (default: distributed)"
     )
@@ -190,8 +181,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     )
     text = "type of the weights in training (default: bf16; with FSDP: fp32, cast to bf16)"
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help=text)
-    parser.add_argument("--racks", type=int, default=0, metavar="N", help="spread the nodes evenly over N racks")
-    parser.add_argument("--nodes-per-rack", type=int, default=0, metavar="N", help="nodes that share a rack")
+    parser.add_argument("--nodes-per-rack", type=int, metavar="N", help="nodes that share a rack (default: no racks)")
 
 
 def _count(flag: str, text: str) -> float:
@@ -223,13 +213,13 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     _require(ranks % per_node == 0, "gpus_per_node", text)
     _check_parameters(arguments, ranks, etp)
     job = JobShape(
-        **{name: getattr(arguments, name) for name in ("tp", "cp", "dp", "pp", "vpp", "ep")},
+        **{name: getattr(arguments, name) for name in ("tp", "cp", "dp", "pp", "ep")},
         etp=etp,
         gpus_per_node=per_node,
         params=int(arguments.params),
         expert_params=int(arguments.expert_params),
         holders=_holders(arguments),
-        nodes_per_rack=_nodes_per_rack(arguments.racks, arguments.nodes_per_rack, ranks // per_node),
+        nodes_per_rack=arguments.nodes_per_rack or 0,
         chunk_bytes=config.chunk_bytes,
         objects_bytes=config.objects_bytes,
     )
@@ -252,8 +242,8 @@ def _with_names(arguments: argparse.Namespace) -> dict[str, Any]:
     known: dict[str, Any] = {"expert_params": 0.0}
     if (model := MODELS.get(arguments.model)) is not None:
         known |= {"params": model.params, "expert_params": model.expert_params if arguments.params is None else 0.0}
-        stages, tp, name = arguments.pp * arguments.vpp, max(1, arguments.tp), arguments.model
-        _require(stages <= model.layers, "pp", f"pp*vpp = {stages} is more than the {model.layers} layers of {name}")
+        pp, tp, name = arguments.pp, max(1, arguments.tp), arguments.model
+        _require(pp <= model.layers, "pp", f"{pp} is more than the {model.layers} layers of {name}")
         _require(model.hidden % tp == 0, "tp", f"{tp} does not divide {model.hidden}, the hidden size of {name}")
     if (cluster := CLUSTERS.get(arguments.cluster)) is not None:
         known["gpus_per_node"] = cluster.gpus
@@ -279,18 +269,12 @@ def _data_parallel(arguments: argparse.Namespace) -> int:
 
 
 def _check_layout(arguments: argparse.Namespace, stage: int, etp: int) -> None:
-    pp, vpp, ep, layers = arguments.pp, arguments.vpp, arguments.ep, arguments.layers
-    text = f"{vpp} chunks per stage need a pipeline; give --pp 2 or more, or leave --vpp out"
-    _require(vpp == 1 or pp > 1, "vpp", text)
+    ep = arguments.ep
     if etp == arguments.tp:
         text = f"{ep} does not divide dp*cp = {stage // etp}; use sizes that do"
     else:
         text = f"ep*etp = {ep * etp} does not divide tp*dp*cp = {stage}; use sizes that do"
     _require(stage % (ep * etp) == 0, "ep", text)
-    if layers is not None:
-        is_even = layers >= pp * vpp and (layers % (pp * vpp) == 0 or arguments.zero is not None)
-        remedy = "change --pp or --vpp, or leave --layers out if stages differ"
-        _require(is_even, "layers", f"{layers} do not spread evenly over pp*vpp = {pp * vpp}; {remedy}")
 
 
 def _check_framework(arguments: argparse.Namespace) -> None:
@@ -303,7 +287,6 @@ def _check_framework(arguments: argparse.Namespace) -> None:
     cannot: dict[str, str] = {}
     if arguments.zero is not None:
         cannot = {
-            "vpp": "DeepSpeed has no interleaved pipeline",
             "cp": "ftckpt does not support DeepSpeed's sequence_parallel_size",
             "etp": "DeepSpeed does not divide experts",
         }
@@ -312,7 +295,7 @@ def _check_framework(arguments: argparse.Namespace) -> None:
         if arguments.zero == 3 or arguments.pp > 1 or arguments.tp > 1:
             cannot["ep"] = "ftckpt supports DeepSpeed's experts without tp and pp, with ZeRO 0 to 2"
     elif arguments.fsdp:
-        cannot = dict.fromkeys(("pp", "vpp", "cp", "ep", "etp"), "--fsdp supports only --dp and --tp")
+        cannot = dict.fromkeys(("pp", "cp", "ep", "etp"), "--fsdp supports only --dp and --tp")
     for name, why in cannot.items():
         size = getattr(arguments, name) or 1
         _require(size == 1, name, f"{size} is impossible: {why}; leave it out")
@@ -359,12 +342,3 @@ def _holders(arguments: argparse.Namespace) -> StatePartition:
     elif arguments.zero is not None:
         text += ", also of weights (ZeRO 3)" if arguments.zero else " (DeepSpeed without ZeRO)"
     return StatePartition(option, 1 if divided else 0, _MASTERS_BYTES, text)
-
-
-def _nodes_per_rack(racks: int, per_rack: int, nodes: int) -> int:
-    is_one = racks >= 0 and per_rack >= 0 and not (racks and per_rack)
-    _require(is_one, "racks, --nodes_per_rack", "give one of them, 1 or more")
-    _require(racks <= nodes, "racks", f"{racks} is more than the {nodes} nodes; a rack needs one node or more")
-    text = f"{nodes} nodes do not divide evenly over {racks} racks; use --nodes-per-rack"
-    _require(nodes % (racks or 1) == 0, "racks", text)
-    return nodes // racks if racks else per_rack

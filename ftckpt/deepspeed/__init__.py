@@ -94,7 +94,7 @@ def attach(engine: Any, objects: Mapping[str, Stateful] | None = None, config: C
 
 def active() -> Checkpointer | None:
     """The checkpointer of the followed engine, or None."""
-    return active_engine.door.checkpointer
+    return active_engine.integration.checkpointer
 
 
 initialize.install()

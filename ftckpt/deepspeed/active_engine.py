@@ -10,7 +10,7 @@ from typing import Any
 from ftckpt.errors import ConfigError
 from ftckpt.frameworks import entry
 
-door = entry.Integration()
+integration = entry.Integration()
 objects: dict[str, Any] = {}
 """The script's registered objects, by name."""
 session: Any = None
@@ -36,7 +36,7 @@ def begin_iteration() -> None:
     of the script (averaged weights, counters). After a restart RNG is set here instead of in ``engine(batch)``, so
     that the script draws the same noise before it. Has no effect if no engine is followed.
     """
-    if session is not None and door.checkpointer is not None:
+    if session is not None and integration.checkpointer is not None:
         session.begin_iteration()
 
 
@@ -51,12 +51,12 @@ def leave() -> None:
 
 
 def _end(remove: bool) -> None:
-    checkpointer = door.checkpointer
+    checkpointer = integration.checkpointer
     if checkpointer is not None:
         if remove and session is not None:
             session.end()
         try:
-            door.leave()
+            integration.leave()
         finally:
             checkpointer.close(remove=remove)
 
@@ -79,7 +79,7 @@ def require_one_engine(engine: Any) -> None:
     Raises:
         ConfigError: an engine is followed.
     """
-    if door.checkpointer is not None:
+    if integration.checkpointer is not None:
         raise second_engine()
     for other in list(others):
         if other is engine:

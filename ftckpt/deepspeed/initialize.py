@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftckpt.deepspeed import active_engine, section
-from ftckpt.deepspeed.active_engine import door
+from ftckpt.deepspeed.active_engine import integration
 from ftckpt.frameworks import entry
 from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
@@ -20,8 +20,8 @@ from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
 
 def _replace_in_deepspeed(deepspeed: Any) -> None:
     for name, around in (("initialize", _initialize), ("init_distributed", _init_distributed)):
-        if not door.patches.has(deepspeed, name):
-            door.patches.wrap(deepspeed, name, around)
+        if not integration.patches.has(deepspeed, name):
+            integration.patches.wrap(deepspeed, name, around)
 
 
 def _replace_in_megatron(training: Any) -> None:
@@ -56,7 +56,7 @@ def remove() -> None:
         active_engine.objects.clear()
         active_engine.others.clear()
         section.configure({})
-        door.remove()
+        integration.remove()
 
 
 def _init_distributed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def _initialize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not config.enabled:
         made = original(*args, **kwargs)
         if not section.leaves_out(given) and getattr(made[0], "basic_optimizer", None) is not None:
-            if door.checkpointer is not None:
+            if integration.checkpointer is not None:
                 raise active_engine.second_engine()
             active_engine.others[made[0]] = 0
         return made

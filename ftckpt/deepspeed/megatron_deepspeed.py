@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.deepspeed import active_engine, section
-from ftckpt.deepspeed.active_engine import door, steps_of
+from ftckpt.deepspeed.active_engine import integration, steps_of
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks import launcher
 from ftckpt.frameworks.log_sums import LogSums
@@ -177,7 +177,7 @@ class TrainLoop:
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps ``train_step``, one iteration, which draws its own batches."""
-        if self._session is not None and door.checkpointer is not None:
+        if self._session is not None and integration.checkpointer is not None:
             self._session.begin_batch()
         return original(*args, **kwargs)
 
@@ -196,14 +196,14 @@ class TrainLoop:
 
     def training_log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps ``training_log``, which adds this iteration's losses (first argument) to the sums (second)."""
-        if self._counters is not None and door.checkpointer is not None:
+        if self._counters is not None and integration.checkpointer is not None:
             bound = inspect.signature(original).bind(*args, **kwargs)
             losses, sums, *_ = *bound.args, *bound.kwargs.values()
             self._counters.sums.follow(losses, sums)
         return original(*args, **kwargs)
 
     def _take_boundary(self) -> None:
-        if self._session is not None and door.checkpointer is not None:
+        if self._session is not None and integration.checkpointer is not None:
             self._session.take_boundary()
 
 
@@ -226,9 +226,9 @@ def install(training: Any) -> None:
     # A reloaded module keeps its session.
     if (loop := _loops.get(training)) is None:
         loop = _loops[training] = TrainLoop(training, lacks)
-        door.patches.undo.append(lambda: _loops.pop(training))
+        integration.patches.undo.append(lambda: _loops.pop(training))
     around = (loop.set_up, loop.train_step, loop.train, loop.training_log)
     for name, function in zip(_FUNCTIONS, around, strict=True):
         is_wanted = name == "setup_model_and_optimizer" or not lacks
-        if is_wanted and name not in lacks and not door.patches.has(training, name):
-            door.patches.wrap(training, name, function)
+        if is_wanted and name not in lacks and not integration.patches.has(training, name):
+            integration.patches.wrap(training, name, function)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ftckpt.config import Config
 from ftckpt.deepspeed import active_engine, optimizers, support
-from ftckpt.deepspeed.active_engine import door, steps_of
+from ftckpt.deepspeed.active_engine import integration, steps_of
 from ftckpt.deepspeed.data import DataPosition, EpochBegins
 from ftckpt.deepspeed.geometry import coordinates, layout_sizes
 from ftckpt.deepspeed.hooks import EngineHooks, check_engine, check_optimizer
@@ -76,16 +76,19 @@ class EngineSession:
         self._data = self._new_position()
         self._script = ScriptPosition(engine, args, bool(self._objects))
         # A load replaces ``_data``.
-        door.hooks.undo += [lambda: self._data.remove(), self._script.remove]  # noqa: PLW0108
+        integration.hooks.undo += [lambda: self._data.remove(), self._script.remove]  # noqa: PLW0108
         try:
             checkpointer, self._from_memory = self._restore(named)
         except BaseException:  # an error leaves the engine without hooks
-            door.leave()
+            integration.leave()
             raise
-        self._hooks = EngineHooks(door.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted)
+        self._hooks = EngineHooks(
+            integration.hooks, engine, checkpointer, self.begin_batch, check_counted=check_counted
+        )
         self._follow()
         active_engine.session = self
-        door.checkpointer = checkpointer  # last: an engine that could not be hooked must not count as followed
+        # Last: an engine that could not be hooked must not count as followed.
+        integration.checkpointer = checkpointer
         if not self._data.is_known:
             checkpointer.events.announce(
                 "the script must restore its position in the data: from engine.global_steps, or by an object passed "
@@ -135,7 +138,7 @@ class EngineSession:
     def _begin_anew(self, named: bool = False, in_training: bool = False) -> None:
         """Replaces the checkpointer by a new one after the script has loaded another state."""
         checkpointer, self._from_memory = self._restore(named, in_training)
-        door.checkpointer = self._hooks.checkpointer = checkpointer
+        integration.checkpointer = self._hooks.checkpointer = checkpointer
 
     def _follow(self) -> None:
         self._hooks.fence_optimizer()
@@ -144,10 +147,10 @@ class EngineSession:
             follow_pipeline(self._hooks, lambda given: self._data.draw_from(given))  # noqa: PLW0108
         else:
             self._hooks.follow_micro_batches()
-        door.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
-        door.hooks.wrap(self._engine, "destroy", self._destroy)
-        door.hooks.wrap(self._engine, "save_checkpoint", self._save_checkpoint)
-        door.hooks.wrap(self._engine, "compile", _refuse_compile)
+        integration.hooks.wrap(self._engine, "load_checkpoint", self._load_checkpoint)
+        integration.hooks.wrap(self._engine, "destroy", self._destroy)
+        integration.hooks.wrap(self._engine, "save_checkpoint", self._save_checkpoint)
+        integration.hooks.wrap(self._engine, "compile", _refuse_compile)
 
     def _save_checkpoint(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.take_boundary()  # before the save, which belongs to that iteration

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ftckpt.deepspeed.active_engine import door, steps_of
+from ftckpt.deepspeed.active_engine import integration, steps_of
 from ftckpt.errors import LostError
 from ftckpt.frameworks.launcher import log_once
 
@@ -55,17 +55,17 @@ class AwaitedLoad:
         self._engine = engine
         self._lost = lost
         self._begin = begin
-        door.leave()
-        door.hooks.wrap(engine, "load_checkpoint", self._load)
+        integration.leave()
+        integration.hooks.wrap(engine, "load_checkpoint", self._load)
         for name in ("forward", "step", "train_batch"):
             if hasattr(engine, name):
-                door.hooks.wrap(engine, name, self._refuse)
+                integration.hooks.wrap(engine, name, self._refuse)
         log_once("%s. Training starts once load_checkpoint has loaded one", lost)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if result[0] is not None and steps_of(self._engine) > 0:
-            door.leave()
+            integration.leave()
             self._begin(is_whole(original, args, kwargs) and is_named(original, args, kwargs))
         return result
 

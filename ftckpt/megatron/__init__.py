@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftckpt.config import Config
 from ftckpt.frameworks.launcher import world_size
-from ftckpt.megatron.job import door, require_layout
+from ftckpt.megatron.job import integration, require_layout
 from ftckpt.model.layouts import JobSizes, Layouts, choose
 
 if TYPE_CHECKING:
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 def configure(config: Config) -> None:
     """Sets the default configuration of ``attach``, taken from the flags."""
-    door.config = config
+    integration.config = config
 
 
 def active() -> Checkpointer | None:
     """The checkpointer of this process's training job, or None."""
-    return door.checkpointer
+    return integration.checkpointer
 
 
 def remove() -> None:
     """Restores Megatron's functions and removes all optimizer hooks; snapshots stay in memory."""
-    door.remove()
+    integration.remove()
 
 
 def choose_layout(
@@ -53,7 +53,7 @@ def choose_layout(
     Raises:
         LayoutError: no layout fits; the message gives the reason for each.
     """
-    layouts = door.config.layouts if layouts is None else layouts
+    layouts = integration.config.layouts if layouts is None else layouts
     if not layouts:
         return None
     return require_layout(choose(layouts, world_size() if ranks is None else ranks, job)).sizes
@@ -84,7 +84,7 @@ def attach(
         ConfigError: no job name can be found.
         LayoutError: layouts are listed, but none was chosen or the job was built in another one.
     """
-    config = config or door.config
+    config = config or integration.config
     if not config.enabled:
         return None
     from ftckpt.megatron import hooks

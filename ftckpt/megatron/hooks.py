@@ -23,7 +23,7 @@ from ftckpt.config import Config
 from ftckpt.frameworks import entry, versions
 from ftckpt.frameworks.hooks import Hook
 from ftckpt.megatron import geometry, phases
-from ftckpt.megatron.job import check_layout, door, follower
+from ftckpt.megatron.job import check_layout, follower, integration
 from ftckpt.megatron.optimizers import is_distributed, leaf_optimizers
 from ftckpt.megatron.state import MegatronState
 from ftckpt.session.checkpointer import Checkpointer
@@ -93,8 +93,8 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
     is reduced and immediately before the first write to optimizer-updated state; and torch's hook before each step of
     the inner optimizers, for scripts that step these directly.
     """
-    door.leave()  # detaches an earlier job of this process
-    door.checkpointer, door.state = checkpointer, state
+    integration.leave()  # detaches an earlier job of this process
+    integration.checkpointer, integration.state = checkpointer, state
 
     def fence_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         checkpointer.fence()
@@ -106,16 +106,16 @@ def follow(checkpointer: Checkpointer, optimizer: Any, state: MegatronState) -> 
             checkpointer.pause()
         return original(*args, **kwargs)
 
-    door.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
+    integration.hooks.wrap(optimizer, "step_with_ready_grads", fence_first)
     training = sys.modules.get("megatron.training.training")
     for name in _PAUSES:
         if callable(getattr(training, name, None)):
-            door.hooks.wrap(training, name, pause_first)
+            integration.hooks.wrap(training, name, pause_first)
     for leaf in leaf_optimizers(optimizer):
         if leaf.optimizer is not None:
             hook = Hook(leaf.optimizer, lambda *_: checkpointer.fence())
             handle = leaf.optimizer.register_step_pre_hook(hook)
-            door.hooks.undo.append(handle.remove)
+            integration.hooks.undo.append(handle.remove)
 
 
 def wrap_once(module: Any, name: str, around: Callable[..., Any], arguments: Sequence[str] = ()) -> None:
@@ -124,9 +124,9 @@ def wrap_once(module: Any, name: str, around: Callable[..., Any], arguments: Seq
     Raises:
         UnsupportedError: the function is missing or has other arguments: at the first boundary it would be late.
     """
-    if not door.patches.has(module, name):
+    if not integration.patches.has(module, name):
         versions.require(_release(), module, {name: arguments})
-        door.patches.wrap(module, name, around)
+        integration.patches.wrap(module, name, around)
 
 
 def _release() -> str:

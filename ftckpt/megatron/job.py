@@ -13,7 +13,7 @@ from ftckpt.model.layouts import Choice, layout_name
 if TYPE_CHECKING:
     from ftckpt.session.checkpointer import Checkpointer
 
-door = entry.Integration()
+integration = entry.Integration()
 # Process-wide, because the command line is rewritten long before a model is attached.
 choice: Choice | None = None
 
@@ -42,11 +42,11 @@ def check_layout(layout: Mapping[str, Any]) -> None:
 
 def follower(forward_only: bool) -> Checkpointer | None:
     """The checkpointer for a schedule that starts to run; None if none is attached, or for an evaluation."""
-    if door.checkpointer is None:
+    if integration.checkpointer is None:
         return None
     if forward_only:
-        door.checkpointer.pause()
+        integration.checkpointer.pause()
         return None
-    if door.state is not None:
-        door.state.late_changes.begin()
-    return door.checkpointer
+    if integration.state is not None:
+        integration.state.late_changes.begin()
+    return integration.checkpointer

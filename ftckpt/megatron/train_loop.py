@@ -27,7 +27,7 @@ from ftckpt.frameworks.launcher import log_once, world_size
 from ftckpt.megatron.charts import Charts
 from ftckpt.megatron.counters import Counters
 from ftckpt.megatron.hooks import wrap_once
-from ftckpt.megatron.job import door, require_layout
+from ftckpt.megatron.job import integration, require_layout
 
 _BOUNDARY = ("iteration", "num_floating_point_operations_so_far")
 """Arguments of ``checkpoint_and_decide_exit`` that the loop has in local variables."""
@@ -56,9 +56,9 @@ def install() -> None:
 
 def close() -> None:
     """Closes the checkpointer at the end of a successful job and removes its snapshots."""
-    if door.checkpointer is not None:
-        door.checkpointer.close()
-    elif door.config.enabled and not door.was_used:
+    if integration.checkpointer is not None:
+        integration.checkpointer.close()
+    elif integration.config.enabled and not integration.was_used:
         log_once(
             "--ftckpt was given but nothing was attached, so no snapshot was taken: a script with its own train loop "
             "must call ftckpt.megatron.attach, see launch/train_gpt.py"
@@ -67,7 +67,7 @@ def close() -> None:
 
 def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
     """The runner has removed the flags from the command line: they become defaults, and ``--help`` shows them."""
-    config = door.config
+    config = integration.config
     if config.layouts:  # before Megatron parses the command line
         from ftckpt.megatron.layouts import rewrite
 
@@ -82,7 +82,7 @@ def _add_flags(original: Callable[..., Any], parser: Any) -> Any:
 def _restore(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model, optimizer, scheduler = original(*args, **kwargs)
     # Without an optimizer (``--skip-train``) there is nothing to protect.
-    if door.config.enabled and optimizer is not None:
+    if integration.config.enabled and optimizer is not None:
         training: Any = importlib.import_module("megatron.training")
         restore(training.get_args(), model, optimizer, scheduler)
     return model, optimizer, scheduler
@@ -103,15 +103,15 @@ def restore(args: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def _set_rng(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if door.state is not None:
-        door.state.set_rng()
+    if integration.state is not None:
+        integration.state.set_rng()
     return original(*args, **kwargs)
 
 
 def _log_sums(
     original: Callable[..., Any], loss_dict: Any, total_loss_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if _counters is not None and door.checkpointer is not None:
+    if _counters is not None and integration.checkpointer is not None:
         is_first = kwargs.get("is_first_iteration", False)
         is_first = _counters.follow_log(loss_dict, total_loss_dict, is_first)
         if "is_first_iteration" in inspect.signature(original).parameters:  # 0.15 has none
@@ -120,12 +120,12 @@ def _log_sums(
 
 
 def _boundary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if door.checkpointer is not None and _counters is not None:
+    if integration.checkpointer is not None and _counters is not None:
         # Bound by name: releases differ in the arguments between these.
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         # Megatron's own arguments have the initial values of these two.
         _counters.current = {name: given[name] for name in _BOUNDARY}
-        door.checkpointer.step(given["iteration"])
+        integration.checkpointer.step(given["iteration"])
         if _charts is not None:
-            _charts.draw(door.checkpointer, given["iteration"])
+            _charts.draw(integration.checkpointer, given["iteration"])
     return original(*args, **kwargs)

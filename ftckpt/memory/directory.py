@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pwd
 import re
@@ -242,50 +241,32 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     with ExitStack() as locks:
         locks.callback(keep_logs, logs, tell)  # runs last, after the locks are released, and on errors too
         # All locks are acquired before the first deletion: no file is deleted while a process of the job lives.
-        for node_dir in node_dirs:
-            require_own(node_dir)
-            locks.enter_context(JobLock(node_dir, 0))
-        for path in arenas + temporaries:
-            remedy = "end that process first"
-            locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", remedy))
-        for node_dir in node_dirs:  # no trainer lives that needs the SMP or would restart it
-            if not end_smp(node_dir, _END_SECS):
-                raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
+        _stop_processes(locks, node_dirs, arenas + temporaries)
         logs += [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
         for path in arenas:
             remove_arena(path)
-        _remove_found(job_dir, node_dirs)
+        # All arenas of the job are gone: a process that starts on one node finds none under another node's name.
+        for node_dir in node_dirs:
+            for temporary in _temporaries(node_dir, ""):
+                remove_tree(temporary)
+            _remove_node(node_dir)
+        with suppress(OSError):  # deleted with its last node, or not empty
+            job_dir.rmdir()
     for path in others:
         tell(f"ftckpt: kept {path}: ftckpt did not create it")
     return arenas
 
 
-def _remove_found(job_dir: Path, nodes: Collection[Path]) -> None:
-    """Delete ftckpt's other files in these nodes' directories; the caller has all locks of the job.
-
-    A process that waits for a lock starts as soon as the lock's file is gone. So the lock files are deleted last, and
-    files that exist after that belong to the new start.
-    """
-    for node_dir in nodes:
-        for temporary in _temporaries(node_dir, ""):
-            remove_tree(temporary)
-        remove_smp_files(node_dir)
-        for name in NODE_NAMES:
-            if name != JOB_LOCK_NAME:
-                (node_dir / name).unlink(missing_ok=True)
-    for node_dir in nodes:
-        (node_dir / JOB_LOCK_NAME).unlink(missing_ok=True)
-        _remove_empty(node_dir)
-    _remove_empty(job_dir)
-
-
-def _remove_empty(directory: Path) -> None:
-    """Delete a directory unless it is gone or another process has created files in it."""
-    try:
-        directory.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-            raise
+def _stop_processes(locks: ExitStack, node_dirs: Collection[Path], arenas: Collection[Path]) -> None:
+    """Lock a job on these nodes and its arenas, and stop its SMPs; raises as ``clean_job``."""
+    for node_dir in node_dirs:
+        require_own(node_dir)
+        locks.enter_context(JobLock(node_dir, 0))
+    for path in arenas:
+        locks.enter_context(FileLock(path / LOCK_NAME, 0, f"arena {path.name}", "end that process first"))
+    for node_dir in node_dirs:  # no trainer lives that needs the SMP or would restart it
+        if not end_smp(node_dir, _END_SECS):
+            raise ArenaError(f"the SMP of {node_dir} does not end, or runs in another container; end it first")
 
 
 def end_smp(node_dir: Path, deadline_secs: float) -> bool:

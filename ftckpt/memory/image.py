@@ -115,16 +115,13 @@ class SlotImage:
     sections: tuple[SectionSpan, ...]
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, manifest: Manifest) -> SlotImage:
         """Compute the image of ``manifest``.
 
         Raises:
             ConfigError: a duplicate name, a negative size, or an image beyond the format's bounds.
         """
-        return _image_of(manifest)
-
-    @classmethod
-    def _of(cls, manifest: Manifest) -> SlotImage:
         if manifest.chunk_bytes < 1 or manifest.objects_bytes < 0:
             raise ConfigError(
                 f"manifest of {manifest.shard}: chunk_bytes {manifest.chunk_bytes} must be at least 1 "
@@ -208,9 +205,6 @@ def parse_image(buffer: bytes | bytearray | memoryview) -> SlotImage:
     with memoryview(buffer) as view, view.cast("B") as data:
         text = _header_text(data)
     return _image_of_text(text)
-
-
-_image_of = lru_cache(maxsize=16)(SlotImage._of)
 
 
 @lru_cache(maxsize=16)  # about the ranks of a node: a restart opens each of their arenas several times

@@ -269,7 +269,7 @@ def name_of(place: bytes, copies: Iterable[StridedCopy]) -> Name:
 
 
 def sharers(names: Sequence[bytes], rank: int) -> dict[Name, Ranks]:
-    """By name, the ranks that need the same bytes as ``rank``, itself included, ascending; at least two.
+    """The ranks that need the same bytes as ``rank``, by name; itself included, ascending, at least two.
 
     ``names`` are the concatenated names of each rank, without duplicates. Pure: every rank computes the same from the
     same gathered names.

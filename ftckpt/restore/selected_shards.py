@@ -204,7 +204,7 @@ class SelectedShards:
     def _transfers_of_others(
         self, pieces: Sequence[Piece], padded: frozenset[str], own: SlotContents | None
     ) -> tuple[Needs, list[Transfer]]:
-        """As ``_transfers``, for pieces that may be read from any slot."""
+        """The fragments and transfers for pieces that may be read from any slot."""
         slots = list(self._contents.values())
         index = index_for(pieces, slots, own.shard if own is not None else None)
         needs = needs_of(pieces, index, own, padded)

@@ -77,7 +77,7 @@ class ShardFiles:
         return self._open[shard]
 
     def _ask(self, action: Callable[[], T]) -> T:
-        """As ``ask``; the error is lasting if the manifest is readable, so that only this file is not."""
+        """Asks as ``ask`` does; the error is lasting if the manifest is readable, so that only this file is not."""
         try:
             return ask(action)
         except StorageError as error:

@@ -6,6 +6,7 @@ The patched names are private to torch: if one is missing, nothing is patched.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,11 +66,13 @@ def leave(handler: Any) -> None:
     module: Any = dynamic_rendezvous
 
     def next_action(ctx: Any, _: float) -> Any:
-        if ctx.node in ctx.state.participants:
-            return module._Action.REMOVE_FROM_PARTICIPANTS
         # The last one to leave ends the round, and waits as well: until its workers have ended, which can take longer
-        # than ``_STANDBY_SECS``, nothing else tells a standby that it is coming back.
-        return module._Action.FINISH if ctx.node in ctx.state.wait_list else module._Action.ADD_TO_WAIT_LIST
+        # than ``_STANDBY_SECS``, nothing else tells a standby that it is coming back. First of all, so that no state
+        # in the store lacks this node.
+        if ctx.node not in ctx.state.wait_list:
+            return module._Action.ADD_TO_WAIT_LIST
+        is_in = ctx.node in ctx.state.participants
+        return module._Action.REMOVE_FROM_PARTICIPANTS if is_in else module._Action.FINISH
 
     if hasattr(handler, "_op_executor") and hasattr(handler, "_heartbeat_lock"):
         # An error would repeat in the next round, which reports it.
@@ -106,7 +109,7 @@ def _with_standby(join: Any) -> Any:
     module: Any = dynamic_rendezvous
 
     class Join(join):  # type: ignore[misc]
-        _full_at = 0.0
+        _missing_since = math.inf
 
         def __call__(self, ctx: Any, deadline: float) -> Any:
             state, nodes = ctx.state, ctx.settings.max_nodes
@@ -114,11 +117,11 @@ def _with_standby(join: Any) -> Any:
                 state.wait_list.remove(ctx.node)
                 return module._Action.ADD_TO_REDUNDANCY_LIST
             if ctx.node not in state.redundancy_list or state.closed:
-                self._full_at = time.monotonic()  # if it becomes a standby now, all places are taken
                 return super().__call__(ctx, deadline)
-            if len({*state.participants, *state.wait_list}) >= nodes:
-                self._full_at = time.monotonic()
-            if time.monotonic() - self._full_at >= _STANDBY_SECS:
+            is_full = len({*state.participants, *state.wait_list}) >= nodes
+            # Of a poll that saw it missing, not of the last that did not: polls can be further apart than that.
+            self._missing_since = math.inf if is_full else min(self._missing_since, time.monotonic())
+            if time.monotonic() - self._missing_since >= _STANDBY_SECS:
                 return super().__call__(ctx, deadline)
             return module._Action.KEEP_ALIVE if module._should_keep_alive(ctx) else module._Action.SYNC
 

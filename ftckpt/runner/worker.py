@@ -77,9 +77,9 @@ class _Frameworks:
             self._closers.append(train_loop.close)
 
     def _train_loop(self, _: ModuleType | None = None) -> None:
-        from ftckpt.megatron.job import door
+        from ftckpt.megatron.job import integration
 
-        if door.config.enabled:
+        if integration.config.enabled:
             from ftckpt.megatron import train_loop
 
             train_loop.install()

@@ -10,7 +10,7 @@ import copy
 import inspect
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ftckpt.torch.geometry import local
 Path = tuple[Hashable, ...]
 """The keys and indices that lead to a value in nested dicts, lists and tuples."""
 
-_MAX_STEPS = 256
+_MIN_STEPS, _MAX_STEPS = 4, 256
 _MAX_DEPTH = 6
 """Nesting of attributes below which changes go unnoticed."""
 _PLAIN = frozenset((type(None), bool, int, float, str))
@@ -90,6 +90,7 @@ class _Trial:
             raise _StepError(f"{type(error).__name__}: {error}") from error
         self._parameters, self._originals = parameters_of(self._copy), parameters_of(optimizer)
         self._num_steps = 0
+        self._before: Sequence[torch.Tensor] = ()
         before, attributes = self._step()
         for _ in range(_MAX_STEPS):
             now, attributes_now = self._step()
@@ -98,7 +99,7 @@ class _Trial:
                     f"optimizer {kind} is not supported: its step changes its attribute {changed[0]}, and only its "
                     "state and parameter groups are saved"
                 )
-            if now == before:
+            if now == before and self._num_steps >= _MIN_STEPS:
                 break
             before, attributes = now, attributes_now
         else:
@@ -119,9 +120,12 @@ class _Trial:
             if closure is not None and closure.default is inspect.Parameter.empty:
                 if any(isinstance(parameter, DTensor) for parameter in self._parameters):
                     raise ValueError("ranks with shards may evaluate its closure at different times")
-                self._copy.step(self._loss)
+                self._before = [parameter.detach().clone() for parameter in self._parameters]
+                self._copy.step(self._closure)
             else:
                 self._copy.step()
+        except UnsupportedError:
+            raise
         except Exception as error:  # see above
             raise _StepError(f"{type(error).__name__}: {error}") from error
         form = {
@@ -130,6 +134,15 @@ class _Trial:
             for path, leaf in leaves(state)
         }
         return form, self._digests()
+
+    def _closure(self) -> torch.Tensor:
+        # The fence of a step with a closure follows the first call.
+        if not all(map(torch.equal, self._parameters, self._before)):
+            raise UnsupportedError(
+                f"optimizer {self._kind} is not supported: its step writes parameters before it calls its closure"
+            )
+        self._before = self._parameters
+        return self._loss()
 
     def _loss(self) -> torch.Tensor:
         """A convex function whose minimum depends on the step; sets its gradients."""

@@ -44,13 +44,29 @@ def attach(trainer: Any, config: Config | None) -> None:
     _follow(trainer, config)
 
 
+class _LoaderPosition:
+    """The position of a data loader, of the ``StatefulDataLoader`` from which torchtitan's derives: torchtitan's is
+    pickled, and ftckpt reads no pickles."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        bases = [base for base in type(loader).__mro__ if base.__name__ == "StatefulDataLoader"]
+        self._kind: Any = bases[0] if bases else type(loader)
+
+    def state_dict(self) -> Any:
+        return self._kind.state_dict(self._loader)
+
+    def load_state_dict(self, saved: Any) -> None:
+        self._kind.load_state_dict(self._loader, saved)
+
+
 def _follow(trainer: Any, config: Config) -> None:
     checkpointer: Any = None
 
     def load(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         nonlocal checkpointer
         is_loaded = original(*args, **named)
-        objects = {"trainer": trainer, "data": trainer.dataloader}
+        objects = {"trainer": trainer, "data": _LoaderPosition(trainer.dataloader)}
         (model,), (optimizer,) = trainer.model_parts, trainer.optimizers
         checkpointer = ftckpt.torch.attach(model, optimizer, trainer.lr_schedulers, objects, config)
         checkpointer.restore(newer_than=trainer.step or -1)

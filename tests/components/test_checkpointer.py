@@ -93,7 +93,7 @@ def restored(attach: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatc
         made, shard = attach(**parts), shard_of(capture)
         now = LoadResult(LINEAGE, SnapshotId(LINEAGE, 2), "")
         scheduler = SimpleNamespace(**{"close": nothing, **vars(scheduler or SimpleNamespace())})
-        for name, value in {"meet": (None, None, scheduler, None), "load": now, "Shard": shard}.items():
+        for name, value in {"meet": (None, scheduler, None), "load": now, "Shard": shard}.items():
             monkeypatch.setattr(checkpointer_module, name, lambda *_, value=value, **__: value)
         assert made.restore() == 2
         return made

@@ -97,17 +97,15 @@ def test_only_parity_that_peers_stand_in_for_is_given_up() -> None:
 
 
 def test_racks_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    apart = planned(capsys, f"{SIZE} --protect peer --racks 8")
+    apart = planned(capsys, f"{SIZE} --protect peer --nodes-per-rack 8")
     assert failures(apart)[ONE_RACK] == (8, 8)
-    same = planned(capsys, f"{SIZE} --protect peer --nodes-per-rack 8")
-    assert failures(same) == failures(apart)
-    alone = planned(capsys, f"{SIZE} --protect peer --racks 1")
+    alone = planned(capsys, f"{SIZE} --protect peer --nodes-per-rack 64")
     assert failures(alone)[ONE_RACK] == (1, 0)
 
 
 def shape(**sizes: int) -> JobShape:
     """A million parameters, 600,000 of them in experts, that all data-parallel ranks hold alike."""
-    layout = {"tp": 2, "cp": 1, "dp": 8, "pp": 2, "vpp": 1, "ep": 4, "etp": 2, **sizes}
+    layout = {"tp": 2, "cp": 1, "dp": 8, "pp": 2, "ep": 4, "etp": 2, **sizes}
     holders = StatePartition("", 0, BYTES_PER_PARAM, "")
     return JobShape(
         **layout, gpus_per_node=8, params=1_000_000, expert_params=600_000, holders=holders, nodes_per_rack=0,
@@ -163,7 +161,7 @@ ALIKE = {"replica_sets": [{"ranks": 8, "bytes": 96_000_000, "sets": 1}], "privat
         ("--zero 2", DIVIDED),
         ("--zero 3 --dtype fp32", DIVIDED),
         ("--optimizer distributed", DIVIDED),
-        ("--pp 2 --vpp 2 --dp 4 --layers 8", DIVIDED),
+        ("--pp 2 --dp 4", DIVIDED),
         ("--optimizer replicated", ALIKE),
         ("--fsdp", {"private_bytes": 12_000_000}),
         ("--fsdp --dtype bf16", {"private_bytes": 6_000_000}),
@@ -282,7 +280,6 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
     ("arguments", "text"),
     [
         ("--dp 8 --gpus-per-node 16 --params 1e9", "--gpus-per-node 16 8"),
-        ("--dp 8 --vpp 2 --gpus-per-node 8 --params 1e9", "--vpp 2 --pp"),
         (
             "--nodes 2 --tp 3 --gpus-per-node 8 --params 1e9",
             "2 8 16 3",
@@ -298,7 +295,6 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
             "--gpus-per-node 8 --params 1b --memory-limit 4x",
             "--memory-limit 4x",
         ),
-        ("--pp 4 --layers 6 --gpus-per-node 4 --params 1e9", "--layers 6 4"),
         ("--tp 2 --dp 4 --ep 3 --etp 1 --gpus-per-node 8 --params 1e9 --expert-params 1e8", "3"),
         ("--tp 2 --dp 4 --etp 2 --gpus-per-node 8 --params 1e9", "--etp --expert-params"),
         ("--dp 8 --ep 8 --gpus-per-node 8 --params 1e9 --expert-params 5", "--expert-params 5"),
@@ -312,7 +308,7 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
         ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp-replicas 2", "--fsdp-replicas --fsdp"),
         ("--dp 8 --gpus-per-node 8 --params 1e9 --fsdp --fsdp-replicas 3", "--fsdp-replicas 3"),
         ("--dp 8 --gpus-per-node 8 --params -3", "--params -3"),
-        ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 9", "--racks 9 8"),
+        ("--dp 8 --gpus-per-node 1 --params 1e9 --nodes-per-rack 0", "--nodes-per-rack 0"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --slots 2", "--slots 2"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --slots 3 --persist /x", "--slots 3 --persist"),
         ("--dp 8 --gpus-per-node 4 --params 1e9 --node-memory -5GiB", "--node-memory"),
@@ -330,8 +326,6 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
         ("--dp 8 --gpus-per-node 1 --params 1e9 --protect raid", "protect raid"),
         ("--dp 8 --gpus-per-node 1 --params 1e9 --peer-group 1", "--peer-group 1"),
         ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4", "--peer-losses 4"),
-        ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 3", "--racks 8"),
-        ("--dp 8 --gpus-per-node 1 --params 1e9 --racks 2 --nodes-per-rack 2", ""),
         ("--dp 1000000 --pp 1000 --gpus-per-node 8 --params 1e12", ""),
         ("--dp 8 --params 1e9", "--gpus-per-node"),
     ],

@@ -142,7 +142,7 @@ def test_the_commands_for_storage_take_them(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "latest").read_text() == "iter_0000005\n"
     assert main(["list", str(tmp_path)]) == main(["verify", str(tmp_path)]) == 0
     assert not lacks(capsys.readouterr().out, "iter_0000001", "pinned", "dp1", "torch.distributed.checkpoint")
-    assert main(["unpin", str(tmp_path), "1"]) == 0
+    assert main(["pin", str(tmp_path), "1", "--remove"]) == 0
     save(tmp_path, 6, keep=2)
     assert checkpoints(tmp_path) == ["iter_0000006", "iter_0000005"]
     assert main(["convert", str(tmp_path), str(tmp_path / "to")]) == 2

@@ -53,36 +53,36 @@ def test_a_copy_or_a_pickle_of_what_has_a_wrapped_method_has_that_of_its_class()
 
 
 def test_what_cannot_be_taken_back_leaves_nothing_else_in_force() -> None:
-    door, engine = Integration(), Framework()
-    door.hooks.wrap(engine, "step", shout)
-    door.hooks.undo.append(lambda: [].remove(0))
-    door.hooks.shadow(engine, "extra", 1)
+    integration, engine = Integration(), Framework()
+    integration.hooks.wrap(engine, "step", shout)
+    integration.hooks.undo.append(lambda: [].remove(0))
+    integration.hooks.shadow(engine, "extra", 1)
     del engine.extra  # type: ignore[attr-defined]
-    door.hooks.shadow(engine, "more", 2)
+    integration.hooks.shadow(engine, "more", 2)
     module = types.ModuleType("framework")
     module.say = lambda: "hello"  # type: ignore[attr-defined]
     original = module.say
-    door.patches.wrap(module, "say", shout)
-    door.checkpointer = object()  # type: ignore[assignment]
+    integration.patches.wrap(module, "say", shout)
+    integration.checkpointer = object()  # type: ignore[assignment]
     with pytest.raises(ValueError):
-        door.remove()
+        integration.remove()
     assert not vars(engine) and module.say is original
-    assert door.checkpointer is None
+    assert integration.checkpointer is None
 
 
 def test_what_is_installed_twice_is_wrapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner installs, and so does a script that imports ftckpt.deepspeed."""
     framework = types.ModuleType("deepspeed")
     framework.initialize = framework.init_distributed = original = lambda: "built"  # type: ignore[attr-defined]
-    door = Integration()
+    integration = Integration()
     monkeypatch.setitem(sys.modules, "deepspeed", framework)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(initialize, "door", door)
+    monkeypatch.setattr(initialize, "integration", integration)
     initialize.install()
     wrapped = framework.initialize
     initialize.install()
-    assert framework.initialize is wrapped is not original and len(door.patches.undo) == 2
-    door.remove()
+    assert framework.initialize is wrapped is not original and len(integration.patches.undo) == 2
+    integration.remove()
     assert framework.initialize is original
 
 
@@ -193,7 +193,7 @@ def draws() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(1))]
 
 
-# --- the plain door, without a job ---
+# --- the plain integration, without a job ---
 
 
 class Noisy(Counter):

@@ -23,7 +23,7 @@ COUNTED = {"iteration": 5, "consumed_train_samples": 40, "consumed_valid_samples
 
 
 @pytest.fixture(autouse=True)
-def door() -> Iterator[None]:
+def integration() -> Iterator[None]:
     yield
     initialize.remove()
 
@@ -63,7 +63,7 @@ def follow_with(
 ) -> tuple[Namespace, Session]:
     """An engine, which stands where ``counters`` do, and what takes its boundaries."""
     engine, session = Namespace(global_steps=5), Session()
-    monkeypatch.setattr(active_engine.door, "checkpointer", object())
+    monkeypatch.setattr(active_engine.integration, "checkpointer", object())
     loop.follow(engine, counters, session)  # type: ignore[arg-type]
     return engine, session
 

@@ -127,6 +127,7 @@ def test_a_standby_takes_the_place_of_a_lost_node_and_no_other(agents: Agents) -
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
 
 
+@pytest.mark.parametrize("agents", [100], indirect=True)
 def test_a_standby_leaves_the_place_of_an_agent_whose_workers_take_long_to_end(agents: Agents) -> None:
     """Also for the last one, whose departure ends the round."""
     for future in [agents.join(0), agents.join(1)]:

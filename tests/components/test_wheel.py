@@ -18,6 +18,7 @@ import pytest
 
 import ftckpt
 from ftckpt.cli.init import KITS
+from tests.support import trainers
 from tests.support.errors import lacks
 from tests.support.repository import ROOT, files_in
 from tests.support.waiting import until
@@ -108,23 +109,11 @@ def test_kits_are_written_without_a_checkout(
         assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
 
 
-@pytest.fixture
-def tools(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has ``TOOLS``; ``FTCKPT_RELEASES`` names a folder that keeps them."""
-    folder = Path(os.environ.get("FTCKPT_RELEASES", tmp_path_factory.getbasetemp())).resolve() / "tools"
-    if not folder.exists():
-        partial = folder.with_name(".tools")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(partial), *TOOLS]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-        if run.returncode:
-            pytest.skip(f"{TOOLS} cannot be installed here: {run.stderr[-300:]}")
-        partial.rename(folder)
-    return {**os.environ, "PYTHONPATH": str(folder)}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_is_uploaded_is_built_checked_and_installed(tools: dict[str, str], tmp_path: Path) -> None:
+def test_what_is_uploaded_is_built_checked_and_installed(tmp_path: Path) -> None:
+    tools = {**os.environ, "PYTHONPATH": str(trainers.install("build and twine", TOOLS, lacks_more=True))}
+
     def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 280}
         done = subprocess.run(command, cwd=tmp_path, env=env, check=False, **options)

@@ -280,11 +280,10 @@ def _moved(before: Description, after: Description) -> list[str]:
 
 
 def _refusal_of_state(job: Job) -> str:
-    """The refusal of optimizer state ``mystery``, a tensor that is neither per element nor a number."""
+    """The refusal of optimizer state ``mystery``, an object that is no tensor and no number."""
     for optimizer in job.optimizers():
         for state in optimizer.state.values():
-            sizes = [value.numel() for value in state.values() if isinstance(value, torch.Tensor)]
-            state["mystery"] = torch.zeros(max(sizes, default=1) + 2)
+            state["mystery"] = object()
             try:
                 return _refusal(job)
             finally:

@@ -20,7 +20,7 @@ LINE = re.compile(r'^\{"epoch".*\}$', re.MULTILINE)
 def train_prepared(folder: Path, arena: Path, kills: int) -> dict[str, Any]:
     """The result and the losses of a training, of which rank 1 is killed so many times."""
     packages = install("transformers", RELEASES)
-    result, log = train(packages, folder, arena, kills, "tests/support/accelerate_job.py", str(folder))
+    result, log = train(packages, folder, arena, kills, "tests/integrations/accelerate_job.py", str(folder))
     lines = [json.loads(line) for line in LINE.findall(log)]
     return {"losses": {(line["epoch"], line["batch"]): line for line in lines}, **result}
 

@@ -301,7 +301,7 @@ class Counter:
 def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
     """Attaches twice, as two starts of a job would; registers what cannot be registered."""
     import ftckpt.deepspeed
-    from ftckpt.deepspeed import active_engine as door
+    from ftckpt.deepspeed import active_engine as integration
 
     found: list[Any] = []
     for name, value in (("a", object()), ("", Counter()), ("ftckpt.data", Counter())):
@@ -326,7 +326,7 @@ def by_hand(rank: int, world_size: int, arena: str) -> list[Any]:
         for _ in range(2):
             counter.count, registered.count = counter.count + 1, registered.count + 10
             train_step(engine)
-        door.leave()
+        integration.leave()
     return found
 
 
@@ -352,7 +352,7 @@ def loaded_in_training(rank: int, world_size: int, arena: str, folder: str) -> N
 
 
 def started_again(rank: int, world_size: int, arena: str, storage: str = "") -> int:
-    import ftckpt.deepspeed  # noqa: F401 - the door
+    import ftckpt.deepspeed  # noqa: F401 - the integration
 
     engine = initialize(section(arena, persist=storage))
     return int(engine.global_steps)

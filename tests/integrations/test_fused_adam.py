@@ -185,7 +185,7 @@ def cases(every: list[Any], quick: list[Any]) -> list[Any]:
 def counted(rank: int, world_size: int, setup: Setup, run: jobs.Run) -> set[Any]:
     """The steps that groups have when ``run`` has restored and trained."""
     train_megatron(rank, world_size, run, setup)
-    leaves = sys.modules["ftckpt.megatron"].door.state._leaves
+    leaves = sys.modules["ftckpt.megatron"].integration.state._leaves
     return {group.get("step") for leaf in leaves for group in leaf.optimizer.param_groups if group["params"]}
 
 

@@ -62,7 +62,7 @@ def test_a_restart_goes_on_bit_for_bit(settings: dict[str, Any]) -> None:
 def experts(rank: int, world_size: int, run: jobs.Run) -> dict[Any, str]:
     """A digest of all state of each expert, by its name and place, after ``run`` has restored and trained."""
     train(rank, world_size, run)
-    pieces = sys.modules["ftckpt.megatron"].door.state.describe().stepped
+    pieces = sys.modules["ftckpt.megatron"].integration.state.describe().stepped
     return {
         (piece.fragment.key, piece.fragment.box.offset): hashlib.sha256(piece.tensor.float().numpy()).hexdigest()
         for piece in pieces

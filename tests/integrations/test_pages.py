@@ -224,7 +224,7 @@ def test_six_lines_of_plain_python(settings: dict[str, Any], arena_root: Path) -
 def test_the_launch_line_reaches_the_script(tmp_path: Path) -> None:
     """The line as it stands, on one rank, with a script that replaces Megatron-LM's."""
     script = tmp_path / "pretrain_gpt.py"
-    script.write_text("import sys, ftckpt.megatron as m; print('RUNS', sys.argv[1:], m.door.config.interval)")
+    script.write_text("import sys, ftckpt.megatron as m; print('RUNS', sys.argv[1:], m.integration.config.interval)")
     text = block("bash", "$YOUR_MEGATRON_FLAGS --ftckpt\n")
     text = text.replace("--nproc-per-node 8", "--standalone --nproc-per-node 1")
     result = run(f"cd {tmp_path}; YOUR_MEGATRON_FLAGS='--lr 1e-3'; export PYTHONPATH={ROOT}; {text}")

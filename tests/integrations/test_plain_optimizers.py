@@ -21,10 +21,10 @@ import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, FtckptError, MismatchError
 from ftckpt.torch.state import PlainState
+from tests.integrations.third_party_optimizers import Averaging, Counting, Early, Whitened
 from tests.promises.complete.test_node_loss import reference
 from tests.support.errors import message_of
 from tests.support.launching import Nodes
-from tests.support.optimizers import Averaging, Counting, Whitened
 from tests.support.pool import run_ranks
 from tests.support.repository import ROOT
 from tests.support.resuming import HALF, Parts, attach, resumed, simple
@@ -80,7 +80,6 @@ OF_OTHERS = {
         "Ranger",
         "AdEMAMix",
         "GrokFastAdamW",
-        "SophiaH",
         "Kron",
     ),
 }
@@ -177,6 +176,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "growth": said(partial(Whitened, twist=grow)),
         "alias": said(partial(Whitened, twist=alias)),
         "fails": said(partial(Whitened, twist=refuse)),
+        "closure": said(Early),
         "wrapper": said(lambda parameters: Averaging(optim.AdamW(parameters))),
     }
 
@@ -186,6 +186,7 @@ REFUSED = {
     "growth": ("Whitened", "grows"),
     "alias": ("Whitened", "again", "factors.0"),
     "fails": ("Whitened", "ValueError"),
+    "closure": ("Early", "closure"),
     "wrapper": ("Averaging", "AdamW"),
 }
 
@@ -289,7 +290,7 @@ def test_another_layout_has_the_same_state_or_refuses_that_of_shards_by_name(
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("optimizer", ["torch.optim.RMSprop", "tests.support.optimizers.Whitened"])
+@pytest.mark.parametrize("optimizer", ["torch.optim.RMSprop", "tests.integrations.third_party_optimizers.Whitened"])
 def test_a_killed_rank_has_its_optimizer_back(optimizer: str, tmp_path: Path, arena_root: Path) -> None:
     arguments = ("--wrap", "ddp", "--layers", "1", "--hidden", "32", "--seq", "32", "--global-batch", "8",
                  "--micro-batch", "1", "--optimizer", optimizer)  # fmt: skip

@@ -70,7 +70,7 @@ CASES = {
     "ddp": Case("plain", 4, "--optimizer replicated --dtype fp32", ["--wrap", "ddp"]),
     "distributed": Case("megatron", 4, "--tp 2", ["--tp", "2"]),
     "replicated": Case("megatron", 4, "--tp 2 --optimizer replicated", ["--tp", "2", "--no-distributed-optimizer"]),
-    "vpp": Case("megatron", 4, "--pp 2 --vpp 2 --layers 4", ["--pp", "2", "--vpp", "2", "--layers", "4", "--untie"]),
+    "vpp": Case("megatron", 4, "--pp 2", ["--pp", "2", "--vpp", "2", "--layers", "4", "--untie"]),
     "experts": Case("layout", 4, "--tp 2 --ep 2", {"tp": 2, "ep": 2}),
     "experts-etp1": Case("layout", 4, "--tp 2 --ep 2 --etp 1", {"tp": 2, "ep": 2, "etp": 1}),
     "experts-ep4-replicated": Case(

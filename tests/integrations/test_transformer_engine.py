@@ -100,8 +100,8 @@ def test_replicas_share_scales(settings: dict[str, Any]) -> None:
 def scales(rank: int, world_size: int, setup: Setup, run: jobs.Run) -> dict[str, Any]:
     """The scales of each module after ``run`` has restored and trained, by a name that no layout changes."""
     train(rank, world_size, run, setup)
-    door, fp8 = sys.modules["ftckpt.megatron"].door, sys.modules["ftckpt.megatron.fp8"]
-    unpacked = fp8._unpacked(door.state._scaling.save())
+    integration, fp8 = sys.modules["ftckpt.megatron"].integration, sys.modules["ftckpt.megatron.fp8"]
+    unpacked = fp8._unpacked(integration.state._scaling.save())
     return {name: {key: [t.tolist() for t in pair] for key, pair in found.items()} for name, _, found in unpacked}
 
 

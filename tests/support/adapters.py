@@ -130,11 +130,11 @@ class DeepSpeedJob(ScriptJob):
         return [inner(self.job.engine.optimizer)]
 
     def listen(self, trainer: Any) -> list[Callable[[], object]]:
-        from ftckpt.deepspeed.active_engine import door
+        from ftckpt.deepspeed.active_engine import integration
         from ftckpt.deepspeed.hooks import EngineHooks
         from ftckpt.deepspeed.pipeline import follow_pipeline
 
-        hooks = EngineHooks(door.hooks, self.job.engine, trainer, lambda: None)
+        hooks = EngineHooks(integration.hooks, self.job.engine, trainer, lambda: None)
         if self.job.is_pipeline:
             follow_pipeline(hooks, lambda given: given)
         else:
@@ -143,14 +143,14 @@ class DeepSpeedJob(ScriptJob):
         hooks.fence_optimizer()
 
         def without(index: int) -> None:
-            door.hooks.undo.pop(index)()
+            integration.hooks.undo.pop(index)()
 
         return [partial(without, -2), partial(without, -1)]
 
     def remove_hooks(self) -> None:
-        from ftckpt.deepspeed.active_engine import door
+        from ftckpt.deepspeed.active_engine import integration
 
-        door.hooks.remove()
+        integration.hooks.remove()
 
     def evaluate(self) -> None:
         job = self.job
@@ -193,27 +193,27 @@ class MegatronJob(ScriptJob):
         return [leaf.optimizer for leaf in leaf_optimizers(self.job.optimizer) if leaf.optimizer is not None]
 
     def listen(self, trainer: Any) -> list[Callable[[], object]]:
-        from ftckpt.megatron import door, hooks
+        from ftckpt.megatron import hooks, integration
 
         hooks.install()
         hooks.follow(trainer, self.job.optimizer, None)  # type: ignore[arg-type]
-        outer, *inner = door.hooks.undo
+        outer, *inner = integration.hooks.undo
 
         def without_inner() -> None:
-            door.hooks.undo[1:] = []
+            integration.hooks.undo[1:] = []
             for undo in inner:
                 undo()
 
         def without_outer() -> None:
-            door.hooks.undo.remove(outer)
+            integration.hooks.undo.remove(outer)
             outer()
 
         return [without_outer, without_inner]
 
     def remove_hooks(self) -> None:
-        from ftckpt.megatron import door
+        from ftckpt.megatron import integration
 
-        door.remove()
+        integration.remove()
 
     def evaluate(self) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func

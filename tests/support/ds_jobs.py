@@ -116,7 +116,7 @@ def train(rank: int, world_size: int, run: Run) -> Outcome:
 
     example, config = script(), {}
     if run.settings is not None:
-        import ftckpt.deepspeed  # noqa: F401 - the door
+        import ftckpt.deepspeed  # noqa: F401 - the integration
 
         config["ftckpt"] = {"enabled": True, "node": "node", "protect": "none", "interval": 1, **run.settings}
     faults.install(run.faults, rank, world_size)

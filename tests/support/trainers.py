@@ -25,8 +25,9 @@ from tests.support.waiting import until
 DEADLINE_SECS = 150.0
 
 
-def install(name: str, releases: Sequence[str]) -> Path:
-    """The folder with these ``releases``, which are all that this environment lacks; skips the test if pip fails."""
+def install(name: str, releases: Sequence[str], lacks_more: bool = False) -> Path:
+    """The folder with these ``releases``, which are all that this environment lacks, unless it ``lacks_more``. Skips
+    the test if pip fails."""
     folder = Path(os.environ.get("FTCKPT_RELEASES", tempfile.gettempdir() + "/ftckpt-releases")).resolve() / name
     if not folder.exists():
         partial = folder.with_name(f".{name}")
@@ -36,7 +37,7 @@ def install(name: str, releases: Sequence[str]) -> Path:
             "pip",
             "install",
             "--quiet",
-            "--no-deps",
+            *(() if lacks_more else ("--no-deps",)),
             "--target",
             str(partial),
             *releases,

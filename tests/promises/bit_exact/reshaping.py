@@ -262,7 +262,7 @@ class DeepSpeedJob(adapters.DeepSpeedJob):
     def snapshot(self) -> None:
         """As if it had trained."""
         from ftckpt.deepspeed import optimizers
-        from ftckpt.deepspeed.active_engine import door
+        from ftckpt.deepspeed.active_engine import integration
 
         with torch.no_grad():
             optimizers.spread(self.engine.optimizer)
@@ -274,7 +274,7 @@ class DeepSpeedJob(adapters.DeepSpeedJob):
                 state["step"] = int(STEP)
         self.engine.global_steps, self.engine.micro_steps = ITERATION, 2 * ITERATION
         self.job.data.consumed_samples = CONSUMED
-        door.checkpointer.step(ITERATION)
+        integration.checkpointer.step(ITERATION)
 
     def problems(self, source: str, layout: str) -> tuple[list[str], int]:
         """All that is not as in the snapshot, and the number of elements that were compared."""
@@ -301,12 +301,12 @@ class DeepSpeedJob(adapters.DeepSpeedJob):
         return self.train_iteration()[0]
 
     def close(self, remove: bool) -> None:
-        from ftckpt.deepspeed.active_engine import door
+        from ftckpt.deepspeed.active_engine import integration
 
         if remove:
             self.engine.destroy()
         else:
-            door.checkpointer.close(remove=False)
+            integration.checkpointer.close(remove=False)
 
 
 class PlainJob:

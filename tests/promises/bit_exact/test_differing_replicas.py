@@ -33,7 +33,7 @@ KEY = "exp_avg_sq/decoder.layers.0.mlp.linear_fc1.weight"
 
 def described() -> Any:
     """The optimizer-updated pieces of this rank's job."""
-    return sys.modules["ftckpt.megatron"].door.state.describe().stepped
+    return sys.modules["ftckpt.megatron"].integration.state.describe().stepped
 
 
 def spoiled(rank: int, world_size: int, run: jobs.Run, no_room: bool = False) -> jobs.Outcome:

@@ -98,7 +98,7 @@ def engine_copied(rank: int, world_size: int, arena: str, on: bool) -> dict[str,
     engine = initialize(section(arena) if on else None, Samples(), zero_optimization={"stage": 0})
     calls: list[str] = []
     if on:
-        checkpointer: Any = ftckpt.deepspeed.initialize.door.checkpointer
+        checkpointer: Any = ftckpt.deepspeed.initialize.integration.checkpointer
         checkpointer.fence = lambda: calls.append("fence")
     loader = engine.training_dataloader
     drawn = [next(iter(copy_(loader)))[:, 0].tolist() for copy_ in COPIES.values()]

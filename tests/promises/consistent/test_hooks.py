@@ -20,7 +20,7 @@ def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool) 
     import train_gpt
     from megatron.core.pipeline_parallel import schedules
 
-    from ftckpt.megatron import door, hooks
+    from ftckpt.megatron import hooks, integration
 
     recorder = Recorder()
     hooks.install()
@@ -35,7 +35,7 @@ def order_of_calls(rank: int, world_size: int, argv: list[str], finalize: bool) 
     train_gpt.train_step(job)
     assert job.config.finalize_model_grads_func is before
     assert job.config.timers is None
-    door.remove()
+    integration.remove()
     assert "step_with_ready_grads" not in vars(job.optimizer)
     assert not hasattr(schedules.forward_backward_no_pipelining, "__wrapped__")
     return recorder.log
@@ -58,7 +58,7 @@ def paused(rank: int, world_size: int) -> list[Any]:
     """The reports of a train loop's pauses, by functions of a module that looks them up as Megatron-LM's does."""
     import train_gpt
 
-    from ftckpt.megatron import door, hooks
+    from ftckpt.megatron import hooks, integration
 
     recorder = Recorder()
     loop: Any = types.ModuleType("megatron.training.training")
@@ -75,7 +75,7 @@ def paused(rank: int, world_size: int) -> list[Any]:
     result = loop.save_checkpoint_and_time(5)
     loop.maybe_finalize_async_save(blocking=False)
     loop.maybe_finalize_async_save(blocking=True)
-    door.leave()
+    integration.leave()
     assert dict(vars(loop)) == before
     return [result, *recorder.log]
 
