@@ -11,7 +11,8 @@ import shutil
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from tempfile import TemporaryFile
+from typing import IO, Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +146,10 @@ class Destination:
                     file.close()
                 fresh.unlink(missing_ok=True)
                 raise
+
+    def scratch(self, name: str) -> IO[bytes]:
+        """A file without a name in the directory of the file ``name``. If a kill leaves it, ``commit`` removes it."""
+        return TemporaryFile(dir=(self.partial / name).parent, prefix=".", suffix=_NEW)
 
     def commit(self) -> None:
         """Rename ``partial`` to ``path``, after all files are written, and release it.

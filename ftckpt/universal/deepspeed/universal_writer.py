@@ -7,7 +7,6 @@ though the files hold them too.
 
 from __future__ import annotations
 
-import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -128,7 +127,7 @@ class DeepSpeedUniversalWriter:
         (part,) = unit.parts
         dtype = "F32" if Path(unit.name).stem == MASTER_FILE else part.tensor.dtype
         # Rows go to a file that is mapped then: it may be larger than the memory.
-        with tempfile.TemporaryFile(dir=Path(file.name).parent) as rows:
+        with self.destination.scratch(unit.name) as rows:
             for first, last in strips(part):
                 rows.write(cast(get(part.tensor, first, last), part.tensor.dtype, dtype).data)
             rows.flush()
