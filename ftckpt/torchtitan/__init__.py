@@ -45,8 +45,10 @@ def attach(trainer: Any, config: Config | None) -> None:
 
 
 class _LoaderPosition:
-    """The position of a data loader, from the ``StatefulDataLoader`` that torchtitan's derives from: torchtitan pickles
-    it, and ftckpt reads no pickles."""
+    """The position of a data loader, from the ``StatefulDataLoader`` that torchtitan's loader derives from.
+
+    Torchtitan pickles it, and ftckpt reads no pickles.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
