@@ -32,5 +32,6 @@ class Hook:
 class ModuleHook(Hook):
     """A hook on a module; graphs compiled from the module do not contain it, so such a forward is not observed."""
 
-    def __call__(self, owner: Any, *args: Any) -> Any:
-        return None if torch.compiler.is_compiling() else super().__call__(owner, *args)
+    def __call__(self, owner: Any, *args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            super().__call__(owner, *args)
