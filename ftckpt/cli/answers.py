@@ -36,7 +36,7 @@ def warn(text: str) -> None:
     print(alarming(f"ftckpt: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
-class Progress:
+class ProgressLine:
     """Progress of a long operation on stderr, as a context: one line that changes on a terminal and is removed at the
     end; elsewhere, in logs, a line every 10 s. ``total_bytes`` 0: unknown."""
 
@@ -62,7 +62,7 @@ class Progress:
         )
         sys.stderr.flush()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:

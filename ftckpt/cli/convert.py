@@ -15,7 +15,7 @@ from os import _exit as exit_now
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftckpt.cli.answers import Answer, Lines, Progress
+from ftckpt.cli.answers import Answer, Lines, ProgressLine
 from ftckpt.cli.options import add_arena, size_of
 from ftckpt.cli.targets import memory_at
 from ftckpt.errors import ConfigError
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> Lines:
             yield "dry run: nothing was written"
             yield Answer(value)
             return
-        with Progress("writing", conversion.nbytes) as progress:
+        with ProgressLine("writing", conversion.nbytes) as progress:
             report = run_conversion(conversion, options, progress)
         resumed = f", {report.resumed} of them from before" if report.resumed else ""
         yield f"written {report.files} files{resumed}, {human(report.nbytes)} in {report.secs:.1f} s"
@@ -156,7 +156,7 @@ def _verify(conversion: Conversion, options: Options, destination: Path) -> str:
     began = time.monotonic()
     with (
         closing(open_reader([destination], ReadOptions())) as written,
-        Progress("verifying", conversion.nbytes) as progress,
+        ProgressLine("verifying", conversion.nbytes) as progress,
     ):
         tensors = verify(conversion, written, options.workers, progress)
         also = "" if written.catalog.origin == "safetensors" else ", and all objects that both have"

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from ftckpt.cli.answers import Answer, Lines, Progress
+from ftckpt.cli.answers import Answer, Lines, ProgressLine
 from ftckpt.cli.event_log import count
 from ftckpt.cli.history import RunHistory, read_history
 from ftckpt.cli.recovery import Recovery
@@ -41,7 +41,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def run_report(arguments: argparse.Namespace) -> Lines:
     """Writes the page, and the timeline next to it as a trace. Raises EventLogError, ConfigError."""
     output = arguments.output or arguments.run_dir / REPORT_NAME
-    with Progress("reading event logs") as progress:
+    with ProgressLine("reading event logs") as progress:
         history = read_history(arguments.run_dir, progress)
     timeline = _timeline(history, arguments.iteration)
     yield from summary(history, timeline)

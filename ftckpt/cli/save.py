@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftckpt.cli.answers import Answer, Lines, Progress, alarming
+from ftckpt.cli.answers import Answer, Lines, ProgressLine, alarming
 from ftckpt.cli.targets import add_job, job_at, job_directory, unknown_job
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, SmpError, StorageError
@@ -30,7 +30,7 @@ _ENDING_SECS = 10.0
 """Time for ranks to exit after a signal."""
 
 
-class _Saved(NamedTuple):
+class _NodeSave(NamedTuple):
     """The outcome on one node; ``iteration`` -1: nothing was to be saved. ``text`` says so."""
 
     node: str
@@ -65,8 +65,8 @@ def run_save(arguments: argparse.Namespace) -> Lines:
     prepare(Place.of(where, form))
     if not node_dirs:
         raise unknown_job(root, job)
-    request, saved = PersistRequest(where, arguments.timeout, anew=True, form=form), list[_Saved]()
-    with ThreadPoolExecutor(len(node_dirs)) as threads, Progress(f"saving job {job}") as progress:
+    request, saved = PersistRequest(where, arguments.timeout, anew=True, form=form), list[_NodeSave]()
+    with ThreadPoolExecutor(len(node_dirs)) as threads, ProgressLine(f"saving job {job}") as progress:
         for one in threads.map(lambda node_dir: _save(node_dir, job, request, arguments.at_end, progress), node_dirs):
             saved.append(one)
             yield f"node {one.node}: {one.text}"
@@ -83,21 +83,21 @@ def run_save(arguments: argparse.Namespace) -> Lines:
     yield Answer({"job": job, "nodes": [{"node": one.node, "iteration": one.iteration} for one in saved]})
 
 
-def _save(node_dir: Path, job: str, request: PersistRequest, at_end: bool, progress: Progress) -> _Saved:
+def _save(node_dir: Path, job: str, request: PersistRequest, at_end: bool, progress: ProgressLine) -> _NodeSave:
     """Saves a node's part."""
     client = _smp_of(node_dir, job)
     if at_end:
         storage = client.status()["tasks"]["storage"]
         if not storage["where"] or not storage["at_end"]:
             why = "the job has --ftckpt-persist-at-end off" if storage["where"] else "the job has no --ftckpt-persist"
-            return _Saved(client.node, -1, f"nothing is saved: {why}")
+            return _NodeSave(client.node, -1, f"nothing is saved: {why}")
     begun = time.monotonic()
     _require_no_ranks(client, begun + min(_ENDING_SECS, request.timeout_secs))
     status = _wait(client, request, progress)
     if status["flush"] == "cannot":
         raise StorageError(f"node {client.node}: {status['reason']}", lasting=True)
     iteration, secs = int(status["iteration"]), time.monotonic() - begun
-    return _Saved(client.node, iteration, f"iteration {iteration} is at {status['where']}, after {secs:.1f} s")
+    return _NodeSave(client.node, iteration, f"iteration {iteration} is at {status['where']}, after {secs:.1f} s")
 
 
 def _smp_of(node_dir: Path, job: str) -> SmpClient:
@@ -124,7 +124,7 @@ def _require_no_ranks(client: SmpClient, deadline: float) -> None:
         time.sleep(_POLL_SECS)
 
 
-def _wait(client: SmpClient, request: PersistRequest, progress: Progress) -> dict[str, Any]:
+def _wait(client: SmpClient, request: PersistRequest, progress: ProgressLine) -> dict[str, Any]:
     """Sends the request and returns the SMP's final status."""
     # The SMP enforces the timeout; 10 s more are for its final answer.
     deadline = time.monotonic() + request.timeout_secs + 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from ftckpt.cli.answers import Answer, Lines, Progress, alarming
+from ftckpt.cli.answers import Answer, Lines, ProgressLine, alarming
 from ftckpt.cli.targets import arenas_under, jobs_in
 from ftckpt.errors import CorruptError, MismatchError
 from ftckpt.memory.arena import Arena
@@ -49,7 +49,10 @@ class _SlotTable:
             self.rows.append((name, "-", "UNREADABLE", *["-"] * 5))
             self.problems.append(f"{name}: {error}")
             return
-        with closing(arena), Progress(f"verifying {name}", arena.image.file_bytes * arena.control.slots) as progress:
+        with (
+            closing(arena),
+            ProgressLine(f"verifying {name}", arena.image.file_bytes * arena.control.slots) as progress,
+        ):
             for slot in range(arena.control.slots):
                 self._add_slot(name, arena, slot)
                 progress(arena.image.file_bytes)

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from ftckpt.cli.answers import Answer, Lines, Progress, alarming
+from ftckpt.cli.answers import Answer, Lines, ProgressLine, alarming
 from ftckpt.cli.options import add_arena
 from ftckpt.cli.slots import slots_at
 from ftckpt.cli.targets import memory_at, storage_at
@@ -160,7 +160,7 @@ def _verified(storage: Storage, name: CheckpointName) -> dict[str, Any]:
     stored = _read(storage, name)
     if isinstance(stored, str):
         return {**which, "problems": [stored]}
-    with Progress(f"verifying {name}", stored.nbytes) as progress:
+    with ProgressLine(f"verifying {name}", stored.nbytes) as progress:
         problems = [
             f"{shard}: {problem}"
             for shard, entry in stored.shards.items()
@@ -169,7 +169,7 @@ def _verified(storage: Storage, name: CheckpointName) -> dict[str, Any]:
     return {**which, "problems": problems, "shards": len(stored.shards), "bytes": stored.nbytes}
 
 
-def _problem(storage: Storage, name: str, entry: StoredShard, progress: Progress) -> str:
+def _problem(storage: Storage, name: str, entry: StoredShard, progress: ProgressLine) -> str:
     """The problem of a file, or ""."""
     nbytes = storage.size(name)
     if nbytes != entry.nbytes:

@@ -33,6 +33,6 @@ def attach(trainer: Any, config: Config | None) -> None:
     if config is None:
         raise ConfigError("attach: config= is missing, such as that of Config.from_flags()")
     if config.enabled:
-        from ftckpt.lightning.callback import FtckptCallback
+        from ftckpt.lightning.callback import SnapshotCallback
 
-        FtckptCallback.add_to(trainer, config)
+        SnapshotCallback.add_to(trainer, config)

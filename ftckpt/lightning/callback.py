@@ -27,7 +27,7 @@ _OTHER_CALLBACKS = (
 """Callbacks that replace parameter groups or schedulers, or train before training."""
 
 
-class FtckptCallback(lightning.Callback):  # type: ignore[misc]
+class SnapshotCallback(lightning.Callback):  # type: ignore[misc]
     """Restores when training begins, takes a snapshot after each step, and closes when training ends.
 
     A step's boundary comes after its validation, and in the last step of an epoch after the epoch's hooks and
@@ -147,7 +147,7 @@ def _check_model(trainer: Any) -> None:
         if isinstance(owner, _OTHER_CALLBACKS):
             raise UnsupportedError(f"callback {name}: not supported; leave it out")
         for hook in ("on_save_checkpoint", "on_load_checkpoint"):
-            if is_overridden(hook, owner) and not isinstance(owner, FtckptCallback):
+            if is_overridden(hook, owner) and not isinstance(owner, SnapshotCallback):
                 raise UnsupportedError(
                     f"{name}.{hook}: ftckpt does not call it; keep its state in buffers, or in state_dict of a "
                     "callback or data module"

@@ -56,18 +56,6 @@ def follow(
     A forward in evaluation mode or without gradients does not count as training.
     """
 
-    def fence() -> None:
-        checkpointer.fence()  # first: a failed fence must not count as a fence
-        state.is_fenced = True
-
-    def before_step(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        closure = named["closure"] if "closure" in named else next(iter(args[1:]), None)
-        if closure is not None:
-            # ``args`` begins with the optimizer.
-            return args[:1], {**named, "closure": _followed_by(closure, fence)}
-        fence()
-        return None
-
     def before_forward(module: torch.nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
             state.has_run = True
@@ -87,11 +75,29 @@ def follow(
 
     handles: list[Any] = [
         optimizer.register_step_post_hook(Hook(optimizer, after_step)),
-        optimizer.register_step_pre_hook(Hook(optimizer, before_step)),
+        optimizer.register_step_pre_hook(Hook(optimizer, _fence_of_step(checkpointer, state))),
         model.register_forward_pre_hook(ModuleHook(model, before_forward)),
         model.register_forward_hook(ModuleHook(model, after_forward)),
     ]
     patches.undo.extend(handle.remove for handle in handles)
+
+
+def _fence_of_step(checkpointer: Checkpointer, state: PlainState) -> Callable[..., tuple[Any, Any] | None]:
+    """The hook before a step: the fence, or a closure that ends with it."""
+
+    def fence() -> None:
+        checkpointer.fence()  # first: a failed fence must not count as a fence
+        state.is_fenced = True
+
+    def before_step(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
+        closure = named["closure"] if "closure" in named else next(iter(args[1:]), None)
+        if closure is not None:
+            # ``args`` begins with the optimizer.
+            return args[:1], {**named, "closure": _followed_by(closure, fence)}
+        fence()
+        return None
+
+    return before_step
 
 
 def _followed_by(closure: Callable[[], Any], fence: Callable[[], None]) -> Callable[[], Any]:

@@ -121,7 +121,7 @@ def snapshot_catalog(
     )
 
 
-class Shard(Protocol):
+class ShardSource(Protocol):
     """One shard of a snapshot. Any thread may read."""
 
     @property
@@ -137,7 +137,7 @@ class Shard(Protocol):
 class ShardReader(Reader):
     """Reads keys of ``roles`` (None: all) from all ``shards`` of a snapshot of ``iteration``."""
 
-    def __init__(self, iteration: int, shards: Mapping[str, Shard], roles: Collection[str] | None) -> None:
+    def __init__(self, iteration: int, shards: Mapping[str, ShardSource], roles: Collection[str] | None) -> None:
         self._shards = shards
         manifests = [shard.image.manifest for shard in shards.values()]
         # Weights that are not stored are cast from their masters.
@@ -230,7 +230,7 @@ class _Slot:
             )
 
     def read(self, span: Span, key: str) -> Bytes:
-        """See ``Shard``."""
+        """See ``ShardSource``."""
         self.is_read = True
         self.check()
         hashes = self.arena.hashes(self.index)
@@ -248,7 +248,7 @@ class _Slot:
             raise ConvertError(f"{self.where}: chunk {chunk}, which holds {key}, is corrupt; {_NO_PARITY}")
 
     def objects(self) -> object:
-        """See ``Shard``."""
+        """See ``ShardSource``."""
         self.is_read = True
         try:
             encoded = bytes(self.arena.read_objects(self.index))

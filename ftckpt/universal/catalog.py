@@ -93,7 +93,7 @@ class Reader(Protocol):
         ...
 
 
-class Stored(NamedTuple):
+class FragmentPlace(NamedTuple):
     """A fragment, the file that holds it, and the function that reads and verifies its bytes.
 
     ``padded``, ``average``: whether the catalog lists the key there.
@@ -112,7 +112,7 @@ class FileReader(Reader):
     Subclasses raise ConvertError if the checkpoint is incomplete, invalid or not supported; the text names the file.
     """
 
-    def __init__(self, path: Path, stored: Iterable[Stored], files: Iterable[Path], **described: Any) -> None:
+    def __init__(self, path: Path, stored: Iterable[FragmentPlace], files: Iterable[Path], **described: Any) -> None:
         self._path, self._stored, self._files = path, list(stored), list(files)
         self.catalog = Catalog(
             fragments=tuple(each.fragment for each in self._stored),

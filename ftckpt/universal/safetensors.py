@@ -23,9 +23,9 @@ from ftckpt.universal.catalog import (
     WEIGHTS_ALONE,
     Catalog,
     FileReader,
+    FragmentPlace,
     Get,
     Rows,
-    Stored,
     Tensor,
     Unit,
     Writer,
@@ -194,7 +194,7 @@ class WeightsReader(FileReader):
             for name, (dtype, shape, begin, end) in entries.items():
                 file_of[name] = file.name
                 fragment = whole_fragment(f"weight/{name}", dtype, shape)
-                stored.append(Stored(fragment, file, partial(np.asarray, data[begin:end])))
+                stored.append(FragmentPlace(fragment, file, partial(np.asarray, data[begin:end])))
         if index is not None and index != file_of:
             wrong = min(name for name in index.keys() | file_of.keys() if index.get(name) != file_of.get(name))
             raise ConvertError(f"{path / INDEX}: contradicts the files about weight/{wrong}")

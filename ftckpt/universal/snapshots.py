@@ -52,7 +52,7 @@ class _File:
         return self.shard.image
 
     def read(self, span: Span, key: str) -> Bytes:
-        """See ``Shard``."""
+        """See ``ShardSource``."""
         chunks, parts = touched(self.image.chunks, span), list[Bytes]()
         try:
             if self.shard.entry.frames is None:
@@ -67,7 +67,7 @@ class _File:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
 
     def objects(self) -> object:
-        """See ``Shard``."""
+        """See ``ShardSource``."""
         try:
             return objects.decode(bytes(self.shard.objects()))
         except (StorageError, CorruptError) as error:

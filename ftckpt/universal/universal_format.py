@@ -17,7 +17,7 @@ from ftckpt.errors import ConvertError, CorruptError, FtckptError
 from ftckpt.model import codec, objects
 from ftckpt.model.fragment import DTYPE_BYTES, Shape
 from ftckpt.model.text import with_article
-from ftckpt.universal.catalog import Catalog, FileReader, Stored, Tensor, Unit, whole_fragment
+from ftckpt.universal.catalog import Catalog, FileReader, FragmentPlace, Tensor, Unit, whole_fragment
 from ftckpt.universal.consolidation import with_derived
 from ftckpt.universal.safetensors import (
     CHECKSUMS,
@@ -184,7 +184,7 @@ class UniversalReader(FileReader):
             begin, end = _place(path / entry.file, key, entry, headers.get(entry.file, {}))
             read = partial(_verified, checked, f"{path / entry.file}: {key}", entry, data[entry.file][begin:end])
             fragment = whole_fragment(key, entry.dtype, entry.shape)
-            stored.append(Stored(fragment, path / entry.file, read, key in manifest.padded))
+            stored.append(FragmentPlace(fragment, path / entry.file, read, key in manifest.padded))
         objects = _objects(data[OBJECTS_NAME], path / OBJECTS_NAME, manifest.files[OBJECTS_NAME].checksum)
         super().__init__(
             path,

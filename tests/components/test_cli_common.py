@@ -17,7 +17,7 @@ import pytest
 
 from ftckpt.cli import answers
 from ftckpt.cli import main as cli
-from ftckpt.cli.answers import Answer, Progress, alarming
+from ftckpt.cli.answers import Answer, ProgressLine, alarming
 from ftckpt.cli.main import COMMANDS, main
 from ftckpt.frameworks.versions import TESTED
 from tests.support.repository import ROOT, is_golden
@@ -121,7 +121,7 @@ def test_progress_has_bytes_and_is_rare_in_logs(stream: io.StringIO, monkeypatch
     now = [100.0]
     monkeypatch.setattr(answers.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", stream)
-    with Progress("reading", 100 << 20) as progress:
+    with ProgressLine("reading", 100 << 20) as progress:
         for _ in range(24):
             now[0] += 0.5
             progress(1 << 20)

@@ -14,7 +14,7 @@ import torch
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment, Shape
-from ftckpt.universal.catalog import TORCH_DTYPES, FileReader, Stored, dtype_name, whole_fragment
+from ftckpt.universal.catalog import TORCH_DTYPES, FileReader, FragmentPlace, dtype_name, whole_fragment
 from ftckpt.universal.consolidation import derived_weights
 from ftckpt.universal.deepspeed.files import (
     LATEST_UNIVERSAL,
@@ -85,7 +85,7 @@ class _Files:
         # The system limits mappings. Tensors in use keep theirs alive.
         self._load = lru_cache(_MOST_OPEN)(pickles.load)
 
-    def stored(self) -> Iterator[Stored]:
+    def stored(self) -> Iterator[FragmentPlace]:
         """All tensors."""
         buffers = set(self.state.get("buffer_names") or ())
         for name in sorted(buffers & self._module.keys()):
@@ -98,11 +98,11 @@ class _Files:
             if folder.name not in buffers:
                 yield from self._of_parameter(folder, self._module.get(folder.name))
 
-    def _of_module(self, key: str, tensor: torch.Tensor) -> Stored:
+    def _of_module(self, key: str, tensor: torch.Tensor) -> FragmentPlace:
         fragment = _fragment(key, tensor, tuple(tensor.shape))
-        return Stored(fragment, self.state_path, partial(archives.bytes_of, tensor, key))
+        return FragmentPlace(fragment, self.state_path, partial(archives.bytes_of, tensor, key))
 
-    def _of_parameter(self, folder: Path, weight: torch.Tensor | None) -> Iterator[Stored]:
+    def _of_parameter(self, folder: Path, weight: torch.Tensor | None) -> Iterator[FragmentPlace]:
         files = {file.stem: file for file in sorted(folder.iterdir()) if file.suffix == ".pt"}
         if MASTER_FILE not in files:
             raise ConvertError(f"{folder / MASTER_FILE}.pt is missing")
@@ -129,9 +129,9 @@ class _Files:
             if tensor.numel() != master.numel():
                 raise ConvertError(f"{file} has {tensor.numel()} elements, {path} {master.numel()}")
             fragment = _fragment(f"{role}/{name}", tensor, shape)
-            yield Stored(fragment, file, partial(self._read, file, fragment, dtype), is_padded)
+            yield FragmentPlace(fragment, file, partial(self._read, file, fragment, dtype), is_padded)
 
-    def _steps(self, name: str, file: Path | None, has_state: bool) -> Iterator[Stored]:
+    def _steps(self, name: str, file: Path | None, has_state: bool) -> Iterator[FragmentPlace]:
         value = self._load(file) if file is not None else self.optimizer if has_state else {}
         value = _common_step(value) if isinstance(value, Mapping) else value
         if value is None:
@@ -139,7 +139,7 @@ class _Files:
         number = value.reshape(1) if isinstance(value, torch.Tensor) else torch.tensor([float(value)])
         data = np.array(archives.bytes_of(number, f"step/{name}"))
         fragment = whole_fragment(f"step/{name}", dtype_name(number, file), (1,))
-        yield Stored(fragment, file or self._folder / OPTIMIZER, partial(np.asarray, data))
+        yield FragmentPlace(fragment, file or self._folder / OPTIMIZER, partial(np.asarray, data))
 
     def _tensor(self, path: Path, dtype: torch.dtype | None = None) -> torch.Tensor:
         value = self._load(path)

@@ -13,7 +13,7 @@ import torch
 from ftckpt.array_types import Bytes
 from ftckpt.model.fragment import Box, Fragment, Shape
 from ftckpt.restore.plan import StridedCopy, overlap
-from ftckpt.universal.catalog import Stored, dtype_name
+from ftckpt.universal.catalog import FragmentPlace, dtype_name
 from ftckpt.universal.consolidation import copy_strided
 from ftckpt.universal.foreign import archives
 from ftckpt.universal.language.placing import Placement
@@ -44,13 +44,13 @@ class ParameterSlice:
         return cls(role, name, coords, tuple(tensor.shape), archives.flat(tensor, name), file)
 
 
-def stored_in(part: ParameterSlice, placement: Placement, role: str) -> Iterator[Stored]:
+def stored_in(part: ParameterSlice, placement: Placement, role: str) -> Iterator[FragmentPlace]:
     """The fragments of ``role`` in a part that belongs at ``placement``."""
     key, values = f"{role}/{placement.name}", part.values
     dtype = dtype_name(values, f"{part.file}: {part.name}")
     if part.is_number:
         fragment = Fragment.whole(key, dtype, *placement.of_number(part.shape))
-        yield Stored(fragment, part.file, partial(archives.bytes_of, values, key))
+        yield FragmentPlace(fragment, part.file, partial(archives.bytes_of, values, key))
         return
     all_of_it = Box((0,) * len(part.shape), part.shape)
     have = Fragment("", dtype, part.shape, all_of_it, part.first, part.first + values.numel())
@@ -65,7 +65,7 @@ def stored_in(part: ParameterSlice, placement: Placement, role: str) -> Iterator
             read = partial(archives.bytes_of, values[copies[0].source : copies[0].source + numel], key)
         else:
             read = partial(_gathered, values, fragment, copies)
-        yield Stored(fragment, part.file, read, placement.padded, placement.average)
+        yield FragmentPlace(fragment, part.file, read, placement.padded, placement.average)
 
 
 def _gathered(values: torch.Tensor, fragment: Fragment, copies: Sequence[StridedCopy]) -> Bytes:

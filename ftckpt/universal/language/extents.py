@@ -39,14 +39,14 @@ def extents(
     return extents_by_rank(parts or [consecutive(counts)], counts)
 
 
-class Part(NamedTuple):
+class AxisPart(NamedTuple):
     """A sub-parameter: its logical size, and the first and last (exclusive) entry of each rank."""
 
     width: int
     ranges: list[tuple[int, int]]
 
 
-def extents_by_rank(parts: Sequence[Part], sizes: Sequence[int]) -> tuple[list[tuple[Extent, ...]], int]:
+def extents_by_rank(parts: Sequence[AxisPart], sizes: Sequence[int]) -> tuple[list[tuple[Extent, ...]], int]:
     """The extents of each rank, which holds ``sizes`` entries of all ``parts``, and the size of all.
 
     Raises:
@@ -70,7 +70,7 @@ def extents_by_rank(parts: Sequence[Part], sizes: Sequence[int]) -> tuple[list[t
 
 def _widths(
     part: SubParameter, cut: Cut, sizes: Sequence[int], values: Mapping[str, Value], variables: Mapping[str, int]
-) -> Part:
+) -> AxisPart:
     num = len(sizes)
     if part.width is None:
         if any(size % len(cut.parts) for size in sizes):
@@ -87,7 +87,7 @@ def _widths(
     return consecutive([width // num] * num)
 
 
-def _by_units(name: str, width: int, unit: int, num: int) -> Part:
+def _by_units(name: str, width: int, unit: int, num: int) -> AxisPart:
     units, rest = divmod(width, unit) if unit > 0 else (0, 1)
     if rest or units < 1:
         raise SpecError(f"part {name}: width {width} is no multiple of the unit {unit}")
@@ -98,10 +98,10 @@ def _by_units(name: str, width: int, unit: int, num: int) -> Part:
         raise SpecError(f"part {name}: {num} ranks cannot share {units} units evenly")
     # Fewer units than ranks, as in grouped-query attention: neighbours hold the same unit.
     first = [rank * units // num * unit for rank in range(num)]
-    return Part(width, [(begin, begin + unit) for begin in first])
+    return AxisPart(width, [(begin, begin + unit) for begin in first])
 
 
-def consecutive(widths: Sequence[int]) -> Part:
+def consecutive(widths: Sequence[int]) -> AxisPart:
     """The part of which each rank holds the entries after those of the rank before it."""
     ends = list(accumulate(widths, initial=0))
-    return Part(ends[-1], list(pairwise(ends)))
+    return AxisPart(ends[-1], list(pairwise(ends)))

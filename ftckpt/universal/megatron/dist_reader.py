@@ -14,7 +14,7 @@ import numpy as np
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, Box, Fragment, Shape
-from ftckpt.universal.catalog import FileReader, Stored, needs_optimizer, whole_fragment
+from ftckpt.universal.catalog import FileReader, FragmentPlace, needs_optimizer, whole_fragment
 from ftckpt.universal.foreign import pickles
 from ftckpt.universal.foreign.distributed import METADATA, CheckpointDirectory, DcpChunk, StoredTensor
 from ftckpt.universal.megatron import names
@@ -105,7 +105,7 @@ def _objects(directory: CheckpointDirectory) -> dict[str, Any]:
     return objects
 
 
-def _stored(directory: CheckpointDirectory, roles: Collection[str] | None) -> Iterator[Stored]:
+def _stored(directory: CheckpointDirectory, roles: Collection[str] | None) -> Iterator[FragmentPlace]:
     tensors = directory.tensors
     for name, tensor in tensors.items():
         role, bare = names.from_megatron(name)
@@ -116,12 +116,14 @@ def _stored(directory: CheckpointDirectory, roles: Collection[str] | None) -> It
                 yield from _of_chunk(directory, name, (role, bare), chunk)
 
 
-def _of_chunk(directory: CheckpointDirectory, name: str, key: tuple[str, str], chunk: DcpChunk) -> Iterator[Stored]:
+def _of_chunk(
+    directory: CheckpointDirectory, name: str, key: tuple[str, str], chunk: DcpChunk
+) -> Iterator[FragmentPlace]:
     (role, bare), tensor = key, directory.tensors[name]
     shape, box, start, stop = _geometry(tensor, chunk)
 
-    def stored(fragment: Fragment, begin: int = 0) -> Stored:
-        return Stored(
+    def stored(fragment: Fragment, begin: int = 0) -> FragmentPlace:
+        return FragmentPlace(
             fragment,
             directory.path / chunk.blob.file,
             lambda: directory.chunk(name, chunk)[begin : begin + fragment.nbytes],
@@ -142,7 +144,7 @@ def _of_chunk(directory: CheckpointDirectory, name: str, key: tuple[str, str], c
         yield stored(fragment, layer * inner.numel * DTYPE_BYTES[tensor.dtype])
 
 
-def _steps(stored: Sequence[Stored], step: float, file: Path) -> list[Stored]:
+def _steps(stored: Sequence[FragmentPlace], step: float, file: Path) -> list[FragmentPlace]:
     """``step/NAME`` of each parameter with optimizer state: the common ``step``."""
     moments = [each.fragment for each in stored if each.fragment.key.startswith("exp_avg/")]
     shapes = {fragment.key.partition("/")[2]: fragment.global_shape for fragment in moments}
@@ -150,7 +152,7 @@ def _steps(stored: Sequence[Stored], step: float, file: Path) -> list[Stored]:
     for name, shape in shapes.items():
         counts = names.step_shape(name, shape)
         value: Bytes = np.full(counts, step, np.float32).view(np.uint8).reshape(-1)
-        made.append(Stored(whole_fragment(f"step/{name}", "F32", counts), file, partial(np.asarray, value)))
+        made.append(FragmentPlace(whole_fragment(f"step/{name}", "F32", counts), file, partial(np.asarray, value)))
     return made
 
 

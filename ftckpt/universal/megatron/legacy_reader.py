@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ftckpt.errors import ConvertError
-from ftckpt.universal.catalog import FileReader, Stored, needs_optimizer
+from ftckpt.universal.catalog import FileReader, FragmentPlace, needs_optimizer
 from ftckpt.universal.foreign import archives, pickles
 from ftckpt.universal.foreign.slices import ParameterSlice, stored_in
 from ftckpt.universal.language.placing import LocalTensor, Placement, place
@@ -126,11 +126,7 @@ def _buffered(
     file: Path, inner: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Sequence[ParameterSlice]]
 ) -> Iterator[ParameterSlice]:
     """State of the distributed optimizer: flat buffers, one per model chunk and type, parameters in reverse order."""
-    steps = {
-        float(group["step"])
-        for group in inner["param_groups"]
-        if isinstance(group.get("step"), (float, torch.Tensor))
-    }
+    steps = _steps_of(inner["param_groups"])
     expected = [(chunk, dtype) for chunk in chunks for dtype in dict.fromkeys(each.values.dtype for each in chunk)]
     buffers = [
         (types, value)
@@ -163,6 +159,10 @@ def _buffered(
             if len(steps) == 1:
                 step = torch.tensor(list(steps), dtype=torch.float32)
                 yield replace(each, role="step", values=step, is_number=True)
+
+
+def _steps_of(groups: Iterable[Mapping[str, Any]]) -> set[float]:
+    return {float(group["step"]) for group in groups if isinstance(group.get("step"), (float, torch.Tensor))}
 
 
 def _aligned(parameters: Sequence[ParameterSlice]) -> list[int]:
@@ -229,7 +229,7 @@ class MegatronLegacyReader(FileReader):
         )
 
 
-def _stored(part: ParameterSlice, placement: Placement | None) -> Iterator[Stored]:
+def _stored(part: ParameterSlice, placement: Placement | None) -> Iterator[FragmentPlace]:
     if placement is not None:
         is_buffer = part.role == "weight" and names.BUFFER.fullmatch(placement.name)
         yield from stored_in(part, placement, "buffer" if is_buffer else part.role)
