@@ -230,7 +230,7 @@ def progress_of(what: str, needed_bytes: int) -> Callable[[int], None]:
 
 
 def _require_inside(image: SlotImage, parts: Iterable[Part]) -> None:
-    begin, end = image.chunks[0].begin if image.chunks else image.objects.begin, image.objects.end
+    begin, end = (image.chunks[0].begin, image.chunks[-1].end) if image.chunks else (0, 0)
     for copy, _ in parts:
         if copy.source < begin or copy.source_end > end:
             raise ArenaError(f"{copy.numel} bytes at offset {copy.source} of a shard with bytes {begin} to {end}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from ftckpt.array_types import Bytes
+from ftckpt.array_types import Buffer, Bytes
 from ftckpt.errors import ConvertError, LostError, MismatchError
 from ftckpt.events import Events
 from ftckpt.group import Group, gather_all, together
@@ -194,16 +194,24 @@ class UniversalSave:
     def _fetch_objects(self) -> Mapping[str, object]:
         """Fetch the objects of the first rank of each stage to rank 0, which writes them; empty on other ranks."""
         names = first_of_each_stage(list(self._shards)) if self._leads else ()
-        buffers = {name: host_memory(self._shards[name].objects_used) for name in names}
-        transfers = []
-        for name, buffer in buffers.items():
-            shard = self._shards[name]
-            reader = reader_for(self._topology, shard.source)
-            transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
+        encoded: dict[str, Buffer] = {}
+
+        def plan() -> Reads:
+            transfers = []
+            for name, shard in ((name, self._shards[name]) for name in names):
+                if shard.source.node == self._topology.me.node:
+                    encoded[name] = self._arenas.shard(shard.source).objects()
+                    continue
+                buffer = host_memory(shard.objects_used)
+                encoded[name] = buffer.numpy()
+                reader = reader_for(self._topology, shard.source)
+                transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
+            return Reads.of(self._group.rank, transfers, self._arenas.shard)
+
         # On all ranks: the others must serve the reads.
-        execute(self._group, lambda: Reads.of(self._group.rank, transfers, self._arenas.shard), self._arenas)
+        execute(self._group, plan, self._arenas)
         return together(
-            self._group, lambda: objects_by_shard(names, lambda name: objects.decode(buffers[name].numpy().tobytes()))
+            self._group, lambda: objects_by_shard(names, lambda name: objects.decode(bytes(encoded[name])))
         )
 
     def _write(
