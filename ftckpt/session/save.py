@@ -203,7 +203,7 @@ class UniversalSave:
                     encoded[name] = self._arenas.shard(shard.source).objects()
                     continue
                 buffer = host_memory(shard.objects_used)
-                encoded[name] = buffer.numpy()
+                encoded[name] = buffer.numpy().data
                 reader = reader_for(self._topology, shard.source)
                 transfers.append(fetch(shard.source, reader, (shard.image.objects.begin, buffer)))
             return Reads.of(self._group.rank, transfers, self._arenas.shard)
