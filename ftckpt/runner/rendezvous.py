@@ -23,7 +23,7 @@ _MANY_NODES = 1000
 _STANDBY_SECS = 0.3
 """How long a node must be missing before a standby replaces it: a restarting node leaves for a moment."""
 _LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
-_NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive")
+_NAMES = ("_delay", "_RendezvousJoinOp", "_Action", "_should_keep_alive", "_remove_participant_epilogue")
 
 
 def poll_often(handler: Any, meanwhile: Callable[[], None]) -> None:
@@ -66,15 +66,19 @@ def leave(handler: Any) -> None:
     module: Any = dynamic_rendezvous
 
     def next_action(ctx: Any, _: float) -> Any:
-        # The last one to leave ends the round, and waits as well: until its workers have ended, which can take longer
-        # than ``_STANDBY_SECS``, nothing else tells a standby that it is coming back. First of all, so that no state
-        # in the store lacks this node.
-        if ctx.node not in ctx.state.wait_list:
-            return module._Action.ADD_TO_WAIT_LIST
-        is_in = ctx.node in ctx.state.participants
-        return module._Action.REMOVE_FROM_PARTICIPANTS if is_in else module._Action.FINISH
+        state, node = ctx.state, ctx.node
+        if node in state.participants:
+            # The write that takes it out also lets it wait: until its workers have ended, which can take longer than
+            # ``_STANDBY_SECS``, nothing else tells a standby that it is coming back. Its heartbeat stays: if it dies
+            # meanwhile, it is removed.
+            del state.participants[node]
+            state.wait_list.add(node)
+            module._remove_participant_epilogue(state, ctx.settings)
+            return module._Action.KEEP_ALIVE
+        return module._Action.FINISH if node in state.wait_list else module._Action.ADD_TO_WAIT_LIST
 
-    if hasattr(handler, "_op_executor") and hasattr(handler, "_heartbeat_lock"):
+    has_all = all(hasattr(handler, name) for name in ("_op_executor", "_heartbeat_lock"))
+    if has_all and hasattr(module, "_remove_participant_epilogue"):
         # An error would repeat in the next round, which reports it.
         with suppress(RendezvousError), handler._heartbeat_lock:
             handler._op_executor.run(next_action, 0.0)
@@ -117,6 +121,7 @@ def _with_standby(join: Any) -> Any:
                 state.wait_list.remove(ctx.node)
                 return module._Action.ADD_TO_REDUNDANCY_LIST
             if ctx.node not in state.redundancy_list or state.closed:
+                self._missing_since = math.inf
                 return super().__call__(ctx, deadline)
             is_full = len({*state.participants, *state.wait_list}) >= nodes
             # Of a poll that saw it missing, not of the last that did not: polls can be further apart than that.
