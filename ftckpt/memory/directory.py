@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import re
@@ -188,9 +189,12 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
         if _beside_own_files(node_dir) or is_held or not end_smp(node_dir, _END_SECS):
             return False
         smp_log = take_log(node_dir / SMP_LOG_NAME, job, node)
-        is_gone = _remove_node(node_dir)
-        keep_logs([smp_log])
-        return is_gone
+        try:
+            return _remove_node(node_dir)
+        except OSError:  # the job has ended well: ``ftckpt clean`` removes the rest, and raises
+            return False
+        finally:
+            keep_logs([smp_log])
     with suppress(OSError):  # deleted by another node name of this host, or not empty
         node_dir.parent.rmdir()
     return True
@@ -204,17 +208,26 @@ def _beside_own_files(node_dir: Path) -> list[Path]:
 
 
 def _remove_node(node_dir: Path) -> bool:
-    """Delete a node's files, the SMP's files, and the directories; returns whether the node's directory is gone."""
-    try:
-        remove_smp_files(node_dir)
-        # The job's lock goes last: until then no other attempt can use the directory.
-        for name in NODE_NAMES:
-            (node_dir / name).unlink(missing_ok=True)
-        node_dir.rmdir()
-    except OSError:  # an arena was created concurrently
+    """Delete a node's files, the SMP's files, and the directories; returns whether the node's directory is gone: an
+    arena may be created concurrently. Raises OSError."""
+    remove_smp_files(node_dir)
+    # The job's lock goes last: until then no other attempt can use the directory.
+    for name in NODE_NAMES:
+        (node_dir / name).unlink(missing_ok=True)
+    if not _remove_empty(node_dir):
         return False
-    with suppress(OSError):  # deleted by another node name of this host, or not empty
-        node_dir.parent.rmdir()
+    _remove_empty(node_dir.parent)  # other node names of this host may have files there
+    return True
+
+
+def _remove_empty(directory: Path) -> bool:
+    """Delete a directory unless it has files; returns whether it is gone. Raises OSError."""
+    try:
+        directory.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
+        return error.errno == errno.ENOENT
     return True
 
 
@@ -250,8 +263,7 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
             for temporary in _temporaries(node_dir, ""):
                 remove_tree(temporary)
             _remove_node(node_dir)
-        with suppress(OSError):  # deleted with its last node, or not empty
-            job_dir.rmdir()
+        _remove_empty(job_dir)
     for path in others:
         tell(f"ftckpt: kept {path}: ftckpt did not create it")
     return arenas

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Set
-from contextlib import suppress
 from typing import NamedTuple
 
 from ftckpt.memory.page import exit_status, pid_of
@@ -35,6 +34,7 @@ class ExitWatch:
     def __init__(self) -> None:
         self.exits: dict[int, Exit] = {}
         self._known: frozenset[int] = frozenset()  # owners that are followed, or cannot be
+        self._waiting: set[int] = set()  # owners whose threads wait: one that withdraws and comes back has one still
 
     def follow(self, owners: Set[int]) -> None:
         """Follow these live processes too, and forget the exits of all others."""
@@ -42,12 +42,16 @@ class ExitWatch:
             if owner not in owners:
                 del self.exits[owner]
         new, self._known = owners - self._known, frozenset(owners)
-        for owner in new:
+        for owner in new - self._waiting:
             process = Process.open(pid_of(owner), owner)
             if process is not None and process.fileno() >= 0:
                 thread = threading.Thread(target=self._wait, args=(owner, process), name="smp-exit", daemon=True)
-                with suppress(RuntimeError):  # no memory for a thread: as without a pidfd
+                self._waiting.add(owner)
+                try:
                     thread.start()
+                except RuntimeError:  # no memory for a thread: as without a pidfd
+                    process.close()
+                    self._waiting.discard(owner)
 
     def exit_of(self, owner: int) -> Exit:
         """The exit of a process that has ended."""
@@ -58,3 +62,4 @@ class ExitWatch:
             while not process.gone(_WAIT_SECS):
                 pass
             self.exits[owner] = exit_now(owner)
+        self._waiting.discard(owner)

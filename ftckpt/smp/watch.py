@@ -119,6 +119,8 @@ class LogTail:
             if (found.st_ino, found.st_size) == self._seen:
                 return []
             data = self._path.read_bytes()  # at most 256 KiB, see ``BoundedLog``
+            if _version(os.stat(self._path)) != _version(found):
+                return []  # it was cut in place during the read: what was read may be of two states
         except OSError:
             return []
         self._seen = found.st_ino, found.st_size
@@ -132,6 +134,10 @@ class LogTail:
             with suppress(OSError):
                 replace_link(self._mark, self._last)
         return [warning for _, warning in loud]
+
+
+def _version(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _digest(line: str) -> str:

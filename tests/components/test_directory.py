@@ -19,6 +19,7 @@ from ftckpt.memory import end_notes
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.atomic_files import remove_unfinished
 from ftckpt.memory.directory import (
+    INTERVAL_NAME,
     SMP_LOCK_NAME,
     arena_path,
     clean_job,
@@ -211,6 +212,15 @@ for number in range(300):
         assert lock.path.exists() and {path.name for path in arena.iterdir()} == {"a", "b"}
         (lock.path.parent / "done").write_text("")
 """
+
+
+def test_clean_says_what_it_cannot_remove(arena_root: Path) -> None:
+    node_dir = arena_root / "ftckpt-job" / "n0"
+    (node_dir / INTERVAL_NAME).mkdir(parents=True)
+    node_dir.chmod(0o700)
+    node_dir.parent.chmod(0o700)
+    with pytest.raises(IsADirectoryError):
+        clean_job(arena_root, "job")
 
 
 def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(arena_root: Path) -> None:

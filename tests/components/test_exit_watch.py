@@ -80,3 +80,14 @@ def test_without_pidfds_what_is_left_is_seen_when_it_is_asked_for(
     let_end(made)
     assert watch.exit_of(owner).status == 3 << 8
     made.wait()
+
+
+def test_a_process_that_withdraws_and_comes_back_has_one_thread(watch: ExitWatch) -> None:
+    made, owner = process("os._exit(3)")
+    for owners in [{owner}, set[int]()] * 5 + [{owner}]:
+        watch.follow(owners)
+    assert len([thread for thread in threading.enumerate() if thread.name == "smp-exit"]) == 1
+    let_end(made)
+    until(lambda: owner in watch.exits)
+    assert watch.exit_of(owner).status == 3 << 8
+    made.wait()

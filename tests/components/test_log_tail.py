@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import pytest
+
 from ftckpt.memory.directory import SMP_LOG_NAME
 from ftckpt.smp.footprint import BoundedLog
 from ftckpt.smp.watch import LogTail
@@ -48,4 +50,24 @@ def test_a_line_that_is_being_written_is_told_once_and_whole(tmp_path: Path) -> 
         assert tail.new_warnings() == ["first"] and tail.new_warnings() == []
         other.write("ond\n")
     assert tail.new_warnings() == ["second"] and tail.new_warnings() == []
+    log.close()
+
+
+def test_a_log_that_is_cut_while_it_is_read_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tail, log, read = LogTail(tmp_path), BoundedLog(tmp_path), Path.read_bytes
+    warn(log, "first")
+    warn(log, "second")
+
+    def cut(path: Path) -> bytes:
+        """The first line alone: the writer has emptied the file and begins to write it again."""
+        data = read(path)
+        path.write_bytes(data)
+        return data[: data.find(b"\n") + 1]
+
+    monkeypatch.setattr(Path, "read_bytes", cut)
+    assert tail.new_warnings() == []
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert tail.new_warnings() == ["first", "second"]
     log.close()
