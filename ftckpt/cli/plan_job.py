@@ -207,7 +207,7 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     _check_layout(arguments, stage, etp)
     _check_framework(arguments)
     _require(ranks <= _MOST_RANKS, "tp*pp*dp*cp", f"{ranks} ranks are too many; the most is {_MOST_RANKS}")
-    text = f"{per_node} is more than the job's {ranks} ranks (tp*pp*dp*cp); give {ranks}, or a larger --dp"
+    text = f"{per_node} is more than the job's {ranks} ranks (tp*pp*dp*cp); name --nodes, --tp, --pp or a larger --dp"
     _require(per_node <= ranks, "gpus_per_node", text)
     text = f"{ranks} ranks (tp*pp*dp*cp) do not fill nodes of {per_node}; change --dp or it"
     _require(ranks % per_node == 0, "gpus_per_node", text)

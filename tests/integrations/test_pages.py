@@ -20,7 +20,6 @@ import pytest
 import torch
 import yaml
 
-import ftckpt
 from ftckpt.config import Config
 from ftckpt.memory.directory import clean_job
 from tests.support import jobs
@@ -207,8 +206,8 @@ def six_plain_lines(rank: int, world_size: int, text: str, settings: dict[str, A
 
     names |= {"train_step": partial(train_plain.train_step, job), "torch": torch}
     with pytest.MonkeyPatch.context() as patch:
-        # The page's own call, with the arena and the names of the test beside what it gives.
-        patch.setattr(ftckpt, "Config", partial(Config, node="node", **settings))
+        flags = Config(enabled=True, node="node", **settings).flags()
+        patch.setattr(sys, "argv", ["train.py", "--flag-of-the-script", *flags])
         patch.setattr(torch.distributed, "init_process_group", lambda backend: None)  # ranks of a test have theirs
         exec(text, names)
     return int(names["iteration"])
