@@ -270,7 +270,12 @@ def test_a_damaged_manifest_brings_no_abandoned_checkpoint_back(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
 def test_tensors_with_gaps_are_saved(tmp_path: Path, dtype: torch.dtype) -> None:
     whole = torch.arange(12).view(4, 3).to(dtype)
-    with_gaps = {"column": whole[:, 1], "rows": whole[::2], "steps": whole.view(-1)[::2], "one": whole[0, :1].expand(5)}
+    with_gaps = {
+        "column": whole[:, 1],
+        "rows": whole[::2],
+        "steps": whole.view(-1)[::2],
+        "one": whole[0, :1].expand(5),
+    }
     dcp.save(with_gaps, storage_writer=StorageWriter(tmp_path))
     found = {name: torch.zeros(value.shape, dtype=dtype) for name, value in with_gaps.items()}
     dcp.load(found, storage_reader=StorageReader(tmp_path))
