@@ -25,7 +25,7 @@ def checkpoints(where: str | os.PathLike[str]) -> list[str]:
     """The names of the checkpoints that a load may take, newest first; the directory is created if it is missing.
 
     Raises:
-        StorageError: see ``StorageWriter``.
+        StorageError: see ``StorageWriter``; or a manifest is damaged, so that abandoned checkpoints are unknown.
     """
     prepare(Place(os.fspath(where)))
     return [str(name) for name in usable(open_storage(locate(os.fspath(where)).where))]

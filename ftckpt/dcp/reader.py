@@ -59,7 +59,8 @@ class StorageReader(torch_storage.StorageReader):
         optimizer: key of the optimizer's state.
 
     Raises:
-        StorageError: in a load: there is no such checkpoint, ranks see different ones, or storage fails.
+        StorageError: in a load: there is no such checkpoint, ranks see different ones, or storage fails; without
+            ``checkpoint_id`` also: a manifest is damaged, so that abandoned checkpoints are unknown.
         DamagedError: in a load: bytes do not match their checksum; the text names the file.
         LostError: in a load: elements of a tensor are missing.
         MismatchError: in a load: a tensor of another shape.

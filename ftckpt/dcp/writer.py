@@ -200,7 +200,7 @@ def _bytes(item: WriteItem, tensor: Any) -> memoryview:
     flat = tensor.detach().cpu().resolve_neg().reshape(-1)
     if len(flat) < 2:  # of any stride, which ``view`` refuses
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.contiguous().view(torch.uint8).numpy())  # contiguous: a slice has gaps
 
 
 def _hashed(image: SlotImage, tensors: Iterable[memoryview], hashes: list[int]) -> Iterator[memoryview]:

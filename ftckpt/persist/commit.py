@@ -355,25 +355,37 @@ def sweep(
         owns: whether the caller may still remove files: the claim is its own, and ``current`` is still wanted. Called
             after the listing, as other nodes may have started to write meanwhile.
     """
-    names = [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
-    keep = {name for name in names if not _is_ours(name)}
-    for checkpoint in filter(None, map(CheckpointName.of_manifest, names)):
-        folder, stored = f"{folder_of(checkpoint.iteration)}/", committed(storage, checkpoint)
-        if stored is None:
-            keep |= {name for name in names if name.startswith(folder)}
-        else:
-            keep |= {folder + shard.file for shard in stored.shards.values()}
 
     def is_active(name: str) -> bool:
         return current is not None and _may_be_written(name, current, lineages)
 
-    gone = [name for name in names if name not in keep and not is_active(name)]
+    def listed() -> list[str]:
+        return [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
+
+    names = listed()
+    gone = _uncommitted(storage, names, [name for name in names if _is_ours(name) and not is_active(name)])
     unfinished = [name for name in storage.unfinished(is_active) if _BEGUN.fullmatch(name.rpartition("/")[2])]
     if not owns():
         return []
+    if gone:  # a save that owns no claim may have committed meanwhile
+        gone = _uncommitted(storage, listed(), gone)
     storage.remove(gone)
     storage.discard(unfinished)
     return gone
+
+
+def _uncommitted(storage: Storage, names: Collection[str], files: Collection[str]) -> list[str]:
+    """Those of ``files`` that no manifest among ``names`` names, and that have no unreadable one beside them."""
+    folders, kept = {file.partition("/")[0] for file in files}, set[str]()
+    for checkpoint in filter(None, map(CheckpointName.of_manifest, names)):
+        folder = folder_of(checkpoint.iteration)
+        if folder not in folders:
+            continue
+        if (stored := committed(storage, checkpoint)) is None:
+            kept |= {file for file in files if file.startswith(f"{folder}/")}
+        else:
+            kept |= {f"{folder}/{shard.file}" for shard in stored.shards.values()}
+    return [file for file in files if file not in kept]
 
 
 def _may_be_written(name: str, current: SnapshotId, lineages: Collection[bytes]) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any
 
 from ftckpt.array_types import Buffer
@@ -18,6 +21,7 @@ _UPLOADS = 4
 """Concurrent part uploads of one object; each part stays in memory until it is uploaded."""
 _RETRY_SECS = 20.0
 _CONNECT_SECS = 10.0
+_SIGNED_FOR = timedelta(minutes=1)
 
 
 class ObjectStorage(Storage):
@@ -36,6 +40,7 @@ class ObjectStorage(Storage):
         self.where = where.rstrip("/")
         self._obstore: Any = obstore
         self._errors = obstore.exceptions
+        self._knows_conditions = True
         if not where.startswith("memory://"):
             options.setdefault("retry_config", {"max_retries": 5, "retry_timeout": timedelta(seconds=_RETRY_SECS)})
             client = {"connect_timeout": timedelta(seconds=_CONNECT_SECS), "allow_http": True}
@@ -50,12 +55,18 @@ class ObjectStorage(Storage):
     def create(self, name: str, data: Buffer) -> bool:
         with self._explained(name):
             try:
-                self._obstore.put(self._store, self._check(name), _one(data), mode="create")
-                return True
+                if self._knows_conditions:
+                    self._obstore.put(self._store, self._check(name), _one(data), mode="create")
+                    return True
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
                 return False
             except self._errors.GenericError:
-                pass  # a store without conditional writes, such as Swift; a failure repeats below, or has passed
+                status = self._put_signed(name, data)
+                if status == HTTPStatus.OK:  # the failure has passed
+                    return True
+                if status != HTTPStatus.NOT_IMPLEMENTED:  # the answer of stores without conditional writes
+                    raise
+                self._knows_conditions = False
         if self.size(name) is not None:
             return False
         self.put(name, data)
@@ -145,6 +156,22 @@ class ObjectStorage(Storage):
         bucket = kind(config=store.config, client_options=store.client_options, retry_config=store.retry_config)
         with contextlib.suppress(self._errors.GenericError):  # not an answer about the bucket
             self._obstore.head(bucket, "")
+
+    def _put_signed(self, name: str, data: Buffer) -> int | None:
+        """Writes a small object unless it exists; the status of the answer, which obstore's errors have only in their
+        text. None without an answer, and for a store that is not of S3's kind: all others know conditions."""
+        if not isinstance(self._store, self._obstore.store.S3Store):
+            return None
+        try:
+            url = self._obstore.sign(self._store, "PUT", name, _SIGNED_FOR)
+            request = urllib.request.Request(url, bytes(data), {"If-None-Match": "*"}, method="PUT")
+            with urllib.request.urlopen(request, timeout=_CONNECT_SECS) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refusal:
+            with refusal:
+                return refusal.code
+        except (self._errors.BaseError, OSError, ValueError):
+            return None
 
 
 def require_obstore(where: str) -> None:

@@ -74,12 +74,29 @@ def usable(storage: Storage) -> dict[CheckpointName, StoredSnapshot]:
     """The manifests of the checkpoints that a start may restore without naming one, newest first.
 
     Raises:
-        StorageError: storage fails, or the head of the job is damaged.
+        StorageError: storage fails, the head of the job is damaged, or none is recorded and a manifest that may be
+            of it is unreadable.
     """
-    void, found = voided(storage), readable(storage)
+    void, names, claimed = voided(storage), checkpoints(storage), claimed_lineage(storage)
+    found = {name: stored for name in names if (stored := committed(storage, name)) is not None}
     lineages = {name: stored.lineage for name, stored in found.items()}
-    certain = restorable(lineages, newest([claimed_lineage(storage), *lineages.values()]))
+    head = newest([claimed, *lineages.values()])
+    for name in names:
+        # One that was set aside has its generation in its name.
+        if name not in found and not claimed.branches and not 0 < name.generation < head.generation:
+            _require_readable(storage, name)
+    certain = restorable(lineages, head)
     return {name: stored for name, stored in found.items() if name in certain and stored.snapshot not in void}
+
+
+def _require_readable(storage: Storage, name: CheckpointName) -> None:
+    """Raises StorageError if the manifest of ``name``, by which others may be abandoned, exists and is unreadable."""
+    try:
+        read_manifest(storage, name)
+    except StorageError as error:
+        if storage.size(name.manifest) is not None:
+            text = "abandoned checkpoints are unknown without it; name the one to load, or move its folder away"
+            raise StorageError(f"{error}: {text}", lasting=error.lasting) from None
 
 
 def pin(storage: Storage, name: CheckpointName) -> bool:

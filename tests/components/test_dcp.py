@@ -229,6 +229,59 @@ def test_of_two_saves_of_an_iteration_one_counts(tmp_path: Path) -> None:
     assert load(tmp_path) == leaves(state(7))
 
 
+def test_a_save_that_begins_leaves_what_another_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, unfinished = StorageWriter.finish, FileStorage.unfinished
+
+    def finish_during_a_sweep(self: StorageWriter, metadata: Any, results: Any) -> None:
+        def finish_first(storage: FileStorage, *args: Any) -> Any:  # the sweep has listed files and manifests
+            monkeypatch.undo()
+            finish(self, metadata, results)
+            return unfinished(storage, *args)
+
+        monkeypatch.setattr(StorageWriter, "finish", finish)
+        monkeypatch.setattr(FileStorage, "unfinished", finish_first)
+        save(tmp_path, 2, checkpoint_id="2")
+
+    monkeypatch.setattr(StorageWriter, "finish", finish_during_a_sweep)
+    save(tmp_path, 1, checkpoint_id="1")
+    for seed in (1, 2):
+        assert load(tmp_path, checkpoint_id=str(seed)) == leaves(state(seed))
+
+
+def test_a_damaged_manifest_brings_no_abandoned_checkpoint_back(tmp_path: Path) -> None:
+    for seed in (10, 20, 30, 15):
+        save(tmp_path, seed, checkpoint_id=str(seed))
+    assert checkpoints(tmp_path) == ["iter_0000015", "iter_0000010"]
+    manifest = tmp_path / "iter_0000015" / "manifest.json"
+    flip(manifest, manifest.stat().st_size // 2)
+    with raises(StorageError, "iter_0000015/manifest.json"):
+        checkpoints(tmp_path)
+    with fails(StorageError, "iter_0000015/manifest.json"):
+        load(tmp_path)
+    assert load(tmp_path, checkpoint_id="20") == leaves(state(20))
+    save(tmp_path, 16, checkpoint_id="15")  # replaces it
+    assert load(tmp_path) == leaves(state(16))
+    save(tmp_path, 17, checkpoint_id="10")
+    (aside,) = (tmp_path / "iter_0000010").glob("manifest-g*.json")
+    flip(aside, aside.stat().st_size // 2)  # certainly abandoned
+    assert checkpoints(tmp_path) == ["iter_0000010"] and load(tmp_path) == leaves(state(17))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
+def test_tensors_with_gaps_are_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = torch.arange(12).view(4, 3).to(dtype)
+    with_gaps = {
+        "column": whole[:, 1],
+        "rows": whole[::2],
+        "steps": whole.view(-1)[::2],
+        "one": whole[0, :1].expand(5),
+    }
+    dcp.save(with_gaps, storage_writer=StorageWriter(tmp_path))
+    found = {name: torch.zeros(value.shape, dtype=dtype) for name, value in with_gaps.items()}
+    dcp.load(found, storage_reader=StorageReader(tmp_path))
+    assert all(torch.equal(found[name], value) for name, value in with_gaps.items())
+
+
 class Casting(DefaultSavePlanner):
     """Does not plan what it resolves."""
 

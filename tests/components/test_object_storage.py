@@ -34,8 +34,8 @@ class Store(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         kind, name = type(self), self.path.partition("?")[0]
         status, reply = kind.status, LISTING if "list-type" in self.path else b""
-        if kind.failures > 0:
-            kind.failures, status = kind.failures - 1, 500
+        if kind.failures > 0 and self.command == "PUT":
+            kind.failures, status = kind.failures - 1, 503
         if status == 200 and kind.refuses_conditions and self.headers.get("If-None-Match"):
             status = 501
         elif status == 200 and self.headers.get("If-None-Match") and name in kind.objects:
@@ -103,3 +103,27 @@ def test_a_store_that_fails_may_know_conditions(kind: type[Store], url: str) -> 
     assert not caught.value.lasting
     kind.failures = 1  # the next request is answered, and is the one that makes it
     assert storage.create("k", b"one") and not storage.create("k", b"two")
+
+
+def test_of_two_who_create_while_a_store_fails_one_does(
+    kind: type[Store], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = opened(url), opened(url)
+    size = one.size
+
+    def outrun(name: str) -> int | None:
+        found = size(name)
+        assert other.create(name, b"other")  # after the look, before the write
+        return found
+
+    monkeypatch.setattr(one, "size", outrun)
+    kind.failures = 2
+    with pytest.raises(StorageError) as caught:
+        one.create("k", b"one")
+    assert not caught.value.lasting and not kind.objects
+    monkeypatch.undo()
+    assert one.create("k", b"one") and not other.create("k", b"other")
+    kind.failures = 2
+    with pytest.raises(StorageError):
+        other.create("k", b"other")
+    assert list(kind.objects.values()) == [b"one"]
