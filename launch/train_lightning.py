@@ -64,9 +64,11 @@ class Autoencoder(lightning.LightningModule):
             "step": self.global_step,
             "lr": rate,
             "loss": loss.item(),
+            "last_mean": float(self.trainer.callback_metrics.get("train_loss", 0.0)),
         }
         if self.global_rank == 0:
             print(json.dumps(line), flush=True)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: torch.Tensor, number: int) -> None:
@@ -74,11 +76,12 @@ class Autoencoder(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         return [optimizer], [
             {"scheduler": warm_up, "interval": "step"},
-            {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"},
+            {"scheduler": plateau(optimizer, factor=0.5, patience=1), "monitor": "val_loss"},
+            {"scheduler": plateau(optimizer, factor=0.9, patience=0), "monitor": "train_loss"},
         ]
 
 

@@ -27,7 +27,7 @@ def attach(trainer: Any, config: Config | None) -> None:
 
     Raises:
         UnsupportedError: a strategy or an option of the trainer that ftckpt does not restore, or a release of
-            lightning whose loops are others. ``fit`` raises it for the model, its optimizers and callbacks.
+            lightning whose loops are others. ``fit`` raises it for the model, its optimizers, callbacks and monitors.
         ConfigError: no config, no ``lightning.Trainer``, or the trainer is attached already.
     """
     if config is None:

@@ -16,6 +16,7 @@ from ftckpt.config import Config
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks.entry import Patches
 from ftckpt.lightning.progress import FitProgress
+from ftckpt.lightning.running import check_monitors
 
 _STRATEGIES = (strategies.SingleDeviceStrategy, strategies.DDPStrategy, strategies.ModelParallelStrategy)
 _OTHER_STRATEGIES = (strategies.DeepSpeedStrategy, strategies.SingleDeviceXLAStrategy)
@@ -109,6 +110,7 @@ class SnapshotCallback(lightning.Callback):  # type: ignore[misc]
     def _boundary(self) -> None:
         """Take a snapshot if a step was made; between two, gradients are accumulated."""
         if self._trainer.global_step > self._last_step:
+            check_monitors(self._trainer)
             self._last_step = self._trainer.global_step
             self._checkpointer.step(self._last_step)
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ftckpt.frameworks.torch_state import generators_in, load_all, load_generators, save_all, save_generators
+from ftckpt.lightning.running import load_running, monitors_of, save_running
 
 
 class FitProgress:
-    """The counters of a trainer's loops, its position in the data, and the state of callbacks and data module.
+    """The counters of a trainer's loops, its position in the data, what the epoch logged until then, and the state of
+    callbacks and data module.
 
     A restart draws the epoch's batches up to the restored step again, from the generators of the epoch's start, and
     drops them. Generators are recorded where lightning creates the loaders' iterators, and where it draws the first
@@ -30,7 +32,7 @@ class FitProgress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         metrics = trainer._logger_connector._callback_metrics
-        monitors = {getattr(one, "monitor", None) for one in (*trainer.lr_scheduler_configs, *trainer.callbacks)}
+        monitors = monitors_of(trainer)
         return {
             "loops": {**self._fit.state_dict(), "state_dict": {}},
             "is_epoch_over": self._fit.epoch_loop._num_ready_batches_reached(),
@@ -40,6 +42,7 @@ class FitProgress:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             # Schedulers and callbacks may read them before they are logged again.
             "metrics": {name: value for name, value in metrics.items() if name in monitors},
+            "running": save_running(trainer),
             "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         }
@@ -53,6 +56,7 @@ class FitProgress:
         trainer.accumulate_grad_batches = saved["accumulate_grad_batches"]
         metrics = {name: value.to(trainer.strategy.root_device) for name, value in saved["metrics"].items()}
         trainer._logger_connector._callback_metrics.update(metrics)
+        load_running(trainer, saved["running"])
         for callback in trainer.callbacks:
             if state := saved["callbacks"].get(callback.state_key):
                 callback.load_state_dict(state)

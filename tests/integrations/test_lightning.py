@@ -31,4 +31,5 @@ def test_a_killed_training_is_the_unbroken_one(tmp_path: Path, arena_root: Path,
     whole = train_autoencoder(tmp_path / "whole", arena_root, 0, *options)
     killed = train_autoencoder(tmp_path / "killed", arena_root, 2, *options)
     assert len(whole["losses"]) == 300 and whole["step"] == 120 and whole["epoch"] == 30
+    assert whole["losses"][29, 9]["lr"] < whole["losses"][10, 0]["lr"]
     assert killed == whole
