@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -212,16 +214,32 @@ def check_kind(inner: Any, saved: str) -> None:
         )
 
 
+CODE = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ModuleType,
+    types.GenericAlias,
+)
+"""Types of code, which has no state of its own."""
+
+
 def save_groups(inner: Any) -> list[dict[str, Any]]:
     """The settings of each group, without parameters: learning rate, weight decay, a fused optimizer's ``step``.
 
-    Types, functions and enumerations are settings of the script that no step changes, and are left out.
+    Types, functions and enumerations are settings of the script that no step changes, and are left out. Other objects
+    that can be called, which may count their calls, are not.
     """
-    return [{k: v for k, v in group.items() if k != "params" and not _is_constant(v)} for group in inner.param_groups]
+    return [{k: v for k, v in group.items() if k != "params" and not is_constant(v)} for group in inner.param_groups]
 
 
-def _is_constant(value: Any) -> bool:
-    return callable(value) or isinstance(value, (torch.dtype, Enum))
+def is_constant(value: Any) -> bool:
+    """Whether ``save_groups`` leaves a value out."""
+    return isinstance(value, (*CODE, partial, torch.dtype, torch.device, Enum))
 
 
 def load_groups(inner: Any, saved: Sequence[Mapping[str, Any]]) -> None:

@@ -126,13 +126,28 @@ def _inner(optimizer: Any) -> Any:
     from torch.optim import Optimizer
 
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        if optimizer.state_dict().keys() != inner.state_dict().keys():
-            raise UnsupportedError(
-                f"optimizer {type(optimizer).__name__} has state besides that of {type(inner).__name__}, which it "
-                "wraps and which alone would be saved: leave it out"
-            )
-        optimizer = inner
+        if _is_delegate(optimizer, inner):
+            optimizer = inner
+            continue
+        if "_optimizer_step_pre_hooks" in vars(optimizer) and "state" in vars(optimizer):
+            break  # a trial of its steps shows whether all its state is saved
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} has state besides that of {type(inner).__name__}, which it "
+            "wraps and which alone would be saved: leave it out"
+        )
     return optimizer
+
+
+def _is_delegate(wrapper: Any, inner: Any) -> bool:
+    from ftckpt.torch.optimizer_attributes import attributes, is_plain
+
+    if wrapper.state_dict().keys() != inner.state_dict().keys():
+        return False
+    if wrapper.state is not inner.state or wrapper.param_groups is not inner.param_groups:
+        return False
+    # A number may count the wrapper's steps. accelerate's has the scaler, which is an object of the script.
+    others = [value for value in attributes(wrapper).values() if value is not inner]
+    return type(wrapper).__module__.startswith("accelerate.") or all(map(is_plain, others))
 
 
 def _check_kinds(model: Any, optimizer: Any, objects: Any) -> None:

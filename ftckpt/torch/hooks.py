@@ -11,6 +11,7 @@ and concurrently with forwards and backwards, as measured.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -90,14 +91,22 @@ def _fence_of_step(checkpointer: Checkpointer, state: PlainState) -> Callable[..
         state.is_fenced = True
 
     def before_step(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        closure = named["closure"] if "closure" in named else next(iter(args[1:]), None)
-        if closure is not None:
-            # ``args`` begins with the optimizer.
-            return args[:1], {**named, "closure": _followed_by(closure, fence)}
+        if callable(closure := named.get("closure")):
+            return args, {**named, "closure": _followed_by(closure, fence)}
+        if at := _place_of_closure(args):
+            return (*args[:at], _followed_by(args[at], fence), *args[at + 1 :]), named
         fence()
         return None
 
     return before_step
+
+
+def _place_of_closure(args: tuple[Any, ...]) -> int:
+    """The index of the closure among the arguments of a step, which begin with the optimizer; 0 without one."""
+    names = list(inspect.signature(type(args[0]).step).parameters)
+    # A class that calls its parent's step may give it fewer arguments.
+    places = [names.index("closure")] if "closure" in names else []
+    return next((at for at in (*places, *range(1, len(args))) if at < len(args) and callable(args[at])), 0)
 
 
 def _followed_by(closure: Callable[[], Any], fence: Callable[[], None]) -> Callable[[], Any]:

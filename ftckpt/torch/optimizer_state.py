@@ -9,6 +9,7 @@ Everything but tensors is an object of the snapshot.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ftckpt.model.objects import encode
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import Piece
 from ftckpt.torch.geometry import local, place, place_rank
+from ftckpt.torch.optimizer_attributes import settings
 from ftckpt.torch.optimizer_trial import Path, as_text, leaves, try_out
 
 _TENSOR, _NUMBER = "\0tensor", "\0number"
@@ -36,7 +38,9 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
         self._optimizer, self._model = optimizer, model
-        self.is_forecast = not optimizers.creates_state_ahead(optimizer)
+        is_known = optimizers.is_fused_adam(optimizer) or type(optimizer).__module__.startswith("torch.optim")
+        # A subclass of torch's may have more state than that of torch's functions, such as in hooks on its steps.
+        self.is_forecast = not (is_known and optimizers.creates_state_ahead(optimizer))
         """Whether the optimizer creates its state in its steps: ``settle`` must follow each of them."""
         self._has_values = self.is_forecast
         self._names: dict[Any, str] = {}
@@ -53,6 +57,7 @@ class OptimizerState:
             UnsupportedError: the optimizer has state that cannot be saved; names it.
         """
         self._names = {parameter: places[0].key for parameter, places in boxes.items()}
+        settings(self._optimizer, optimizers.kind_of(self._optimizer))
         if self.is_forecast:
             state = try_out(self._optimizer, optimizers.kind_of(self._optimizer))
         else:
@@ -67,6 +72,7 @@ class OptimizerState:
             }
             for owner, of_owner in found.items()
         }
+        self._refuse_ambiguous()
         self._has_values |= any(not isinstance(leaf, torch.Tensor) for of in found.values() for leaf in of.values())
         if self._has_values:
             values = {self._name(owner): self._saved(owner, of_owner) for owner, of_owner in state.items()}
@@ -81,6 +87,18 @@ class OptimizerState:
             if isinstance(owner, DTensor) and not isinstance(tensor, DTensor)
         ]
         self.settle(is_loaded=True)
+
+    def _refuse_ambiguous(self) -> None:
+        """Raises UnsupportedError if two tensors, or two owners, have one name in a snapshot."""
+        texts = [(owner, as_text(path)) for owner, of_owner in self._described.items() for path in of_owner]
+        owners = [("", self._name(owner)) for owner in self._described if not isinstance(owner, torch.Tensor)]
+        for (owner, text), count in Counter(texts + owners).items():
+            if count > 1:
+                where = f" of {self._name(owner)}" if isinstance(owner, torch.Tensor) else ""
+                raise UnsupportedError(
+                    f"optimizer {optimizers.kind_of(self._optimizer)} is not supported: two keys of its state{where} "
+                    f"are written {text}"
+                )
 
     def of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Described tensors of a parameter with a value per element, and single numbers, by name."""

@@ -9,28 +9,23 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.tensors import as_real
 from ftckpt.frameworks.torch_state import load_generators, save_generators
-from ftckpt.model.objects import encode
 from ftckpt.torch.geometry import local
+from ftckpt.torch.optimizer_attributes import digests
 
 Path = tuple[Hashable, ...]
 """The keys and indices that lead to a value in nested dicts, lists and tuples."""
 
 _MIN_STEPS, _MAX_STEPS = 4, 256
-_MAX_DEPTH = 6
-"""Nesting of attributes below which changes go unnoticed."""
-_PLAIN = frozenset((type(None), bool, int, float, str))
-_STANDARD = frozenset(("defaults", "param_groups", "state"))
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -84,8 +79,13 @@ class _StepError(Exception):
 class _Trial:
     def __init__(self, optimizer: Any, kind: str, is_sparse: bool) -> None:
         self._kind, self._is_sparse = kind, is_sparse
+        known = {id(one) for one in parameters_of(optimizer)}
+        known |= {id(leaf) for state in optimizer.state.values() for _, leaf in leaves(state)}
+        digests(optimizer, known, kind)  # first: not all that is refused can be copied
         try:
-            self._copy = _copied(optimizer)
+            self._copy = _copied(optimizer, kind)
+        except UnsupportedError:
+            raise
         except Exception as error:  # attributes of a third party may raise anything
             raise _StepError(f"{type(error).__name__}: {error}") from error
         self._parameters, self._originals = parameters_of(self._copy), parameters_of(optimizer)
@@ -96,7 +96,7 @@ class _Trial:
             now, attributes_now = self._step()
             if changed := sorted(n for n in attributes_now if attributes_now[n] != attributes.get(n)):
                 raise UnsupportedError(
-                    f"optimizer {kind} is not supported: its step changes its attribute {changed[0]}, and only its "
+                    f"optimizer {kind} is not supported: its step changes its {changed[0]}, and only its "
                     "state and parameter groups are saved"
                 )
             if now == before and self._num_steps >= _MIN_STEPS:
@@ -174,11 +174,9 @@ class _Trial:
                 )
 
     def _digests(self) -> dict[str, int]:
-        """Digests of the copy's attributes except its state and groups."""
         known = {id(one) for one in self._parameters}
         known |= {id(leaf) for state in self._copy.state.values() for _, leaf in leaves(state)}
-        attributes = {name: value for name, value in vars(self._copy).items() if name not in _STANDARD}
-        return {name: xxhash.xxh3_64_intdigest(encode(_plain(value, known))) for name, value in attributes.items()}
+        return digests(self._copy, known, self._kind)
 
 
 class _Span:
@@ -190,35 +188,52 @@ class _Span:
         self.end = self.begin + (last + 1) * tensor.element_size()
 
 
-def _plain(value: Any, known: set[int], depth: int = _MAX_DEPTH) -> Any:
-    """A value as ``encode`` takes it: objects by their attributes, tensors in ``known`` and other values by type."""
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, torch.Tensor) and id(value) not in known and not value.is_sparse:
-        return local(value.detach())
-    if depth and isinstance(value, Mapping):
-        return [[_plain(key, known, 0), _plain(inner, known, depth - 1)] for key, inner in value.items()]
-    if depth and isinstance(value, (list, tuple, set, frozenset, deque)):
-        return [_plain(inner, known, depth - 1) for inner in value]
-    if depth and hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor)) and not callable(value):
-        return _plain(vars(value), known, depth - 1)
-    return type(value).__name__
-
-
-def _copied(optimizer: Any) -> Any:
-    """A copy of an optimizer that steps copies of its parameters, without hooks.
+def _copied(optimizer: Any, kind: str) -> Any:
+    """A copy of an optimizer that steps copies of its parameters, without hooks except those of its class.
 
     ``copy.deepcopy`` would lose all attributes but the state and the groups.
     """
-    memo: dict[int, Any] = {}
+    one = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): one}
     for parameter in parameters_of(optimizer):
-        memo[id(parameter)] = copied = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        vars(copied).update(vars(parameter))  # marks that the optimizer may read
+        memo[id(parameter)] = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    for parameter in parameters_of(optimizer):
+        copied = memo[id(parameter)]
+        vars(copied).update((name, _mark(value, memo)) for name, value in vars(parameter).items())
     attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a scheduler's wrapper
     hooks = {name: OrderedDict[int, Any]() for name in attributes if name.endswith("_hooks")}
-    one = object.__new__(type(optimizer))
+    for name in hooks.keys() & {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}:
+        hooks[name].update((key, hook) for key, hook in attributes[name].items() if _is_own(hook, optimizer, kind))
     vars(one).update(copy.deepcopy({**attributes, **hooks}, memo))
     return one
+
+
+def _mark(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a mark on a parameter that the optimizer may read; the mark itself if it cannot be copied."""
+    if isinstance(value, torch.nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, ValueError, AttributeError):  # such as a process group
+        return value
+
+
+def _is_own(hook: Any, optimizer: Any, kind: str) -> bool:
+    """Whether the optimizer's class has registered a hook on its own steps; all others are the script's.
+
+    Raises:
+        UnsupportedError: it has, and the hook would not run on the copy.
+    """
+    name, module = (getattr(hook, of, "") or "" for of in ("__qualname__", "__module__"))
+    classes = [one for one in type(optimizer).__mro__ if not one.__module__.startswith("torch.")]
+    if not any((module, name.startswith(f"{one.__qualname__}.")) == (one.__module__, True) for one in classes):
+        return False
+    if getattr(hook, "__closure__", None) or getattr(hook, "__self__", optimizer) is not optimizer:
+        raise UnsupportedError(
+            f"optimizer {kind} is not supported: its step hook {name} refers to other objects, so that a trial step "
+            "on copies of its parameters, which shows its state before training, cannot call it"
+        )
+    return True
 
 
 def as_text(path: Path) -> str:

@@ -21,7 +21,23 @@ import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import CaptureError, FtckptError, MismatchError
 from ftckpt.torch.state import PlainState
-from tests.integrations.third_party_optimizers import Averaging, Counting, Early, Whitened
+from tests.integrations.third_party_optimizers import (
+    OPAQUE,
+    Ambiguous,
+    Averaging,
+    Counting,
+    Delegating,
+    Early,
+    Holding,
+    Hooked,
+    Lookahead,
+    Marking,
+    Mode,
+    Scaled,
+    Tallying,
+    Warmup,
+    Whitened,
+)
 from tests.promises.complete.test_node_loss import reference
 from tests.support.errors import message_of
 from tests.support.launching import Nodes
@@ -178,6 +194,15 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "fails": said(partial(Whitened, twist=refuse)),
         "closure": said(Early),
         "wrapper": said(lambda parameters: Averaging(optim.AdamW(parameters))),
+        **{kind: said(partial(Holding, held=make())) for kind, make in OPAQUE.items()},
+        "setting": said(partial(Holding, setting=Warmup())),
+        "enumeration": said(partial(Holding, setting=Mode.WARM)),
+        "array": said(Tallying),
+        "mark": said(Marking),
+        "hook": said(Hooked),
+        "slow weights": said(lambda parameters: Lookahead(optim.AdamW(parameters))),
+        "number and text": said(lambda parameters: Ambiguous(parameters, 0, "0")),
+        "dot": said(lambda parameters: Ambiguous(parameters, "nested.inner")),
     }
 
 
@@ -188,6 +213,15 @@ REFUSED = {
     "fails": ("Whitened", "ValueError"),
     "closure": ("Early", "closure"),
     "wrapper": ("Averaging", "AdamW"),
+    **{kind: ("Holding", "attribute held[0]", kind) for kind in OPAQUE},
+    "setting": ("Holding", "setting of group 0", "Warmup"),
+    "enumeration": ("Holding", "setting of group 0", "Mode"),
+    "array": ("Tallying", "attribute tally"),
+    "mark": ("Marking", "attribute marks of parameter 0"),
+    "hook": ("Hooked", "attribute seen"),
+    "slow weights": ("Lookahead", "attribute optimizer"),
+    "number and text": ("Ambiguous", "of 0.weight are written 0"),
+    "dot": ("Ambiguous", "of 0.weight are written nested.inner"),
 }
 
 
@@ -196,6 +230,57 @@ def test_an_optimizer_that_cannot_be_saved_is_refused_by_name_and_reason() -> No
     assert {name: [word for word in words if word not in said[name]] for name, words in REFUSED.items()} == {
         name: [] for name in REFUSED
     }, said
+
+
+def unmarked(rank: int, world_size: int) -> bool:
+    """Whether the trial leaves the parameters' own attributes alone."""
+    model = dense()
+    model[0].weight.marks = []  # type: ignore[index,union-attr]
+    state = PlainState(model, Marking(model.parameters()), None, {})
+    message_of(state.describe)
+    return model[0].weight.marks == []  # type: ignore[index,union-attr]
+
+
+def test_a_trial_leaves_attributes_of_parameters_alone() -> None:
+    assert run_ranks(unmarked, 1, stand_in=False)[0].value
+
+
+def positional(rank: int, world_size: int, root: str) -> Any:
+    """Weights after steps with a scale and perhaps a closure, without ftckpt and with it."""
+    found: list[Any] = []
+    for arena in ("", root):
+        torch.manual_seed(1)
+        parts = simple(nn.Linear(8, 8))
+        parts = simple(parts.model, Scaled(parts.model.parameters()))
+        checkpointer = attach(parts, arena)[0] if arena else None
+        torch.manual_seed(2)
+        for iteration, closures in enumerate(((), (lambda: None,)), start=1):  # type: ignore[var-annotated]
+            parts.model(torch.randn(2, 8)).sum().backward()
+            parts.optimizer.step(0.5, *closures)
+            if checkpointer is not None:
+                checkpointer.step(iteration)
+        found.append(parts.model.weight.tolist())
+        if checkpointer is not None:
+            checkpointer.close(remove=True)
+    return found
+
+
+def test_arguments_of_a_step_keep_their_places(arena_root: Path) -> None:
+    without, with_it = run_ranks(positional, 1, str(arena_root), stand_in=False)[0].value
+    assert with_it == without
+
+
+def delegated(rank: int, world_size: int, root: str) -> Any:
+    def build(attempt: int) -> Parts:
+        torch.manual_seed(1)
+        model = dense()
+        return simple(model, Delegating(optim.AdamW(model.parameters(), lr=1e-2)))
+
+    return resumed(build, root)
+
+
+def test_a_wrapper_without_state_is_its_inner_optimizer(arena_root: Path) -> None:
+    assert run_ranks(delegated, 1, str(arena_root), stand_in=False)[0].value == (HALF, True)
 
 
 def late(rank: int, world_size: int) -> list[str]:

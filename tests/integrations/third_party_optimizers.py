@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+import random
+from collections.abc import Callable, Hashable, Iterable
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -77,3 +81,143 @@ class Averaging(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.optimizer.state_dict(), "slow_weights": []}
+
+
+class Mode(Enum):
+    """A setting."""
+
+    WARM = 1
+
+
+class Warmup:
+    """Counts its calls."""
+
+    num_calls = 0
+
+    def __call__(self) -> float:
+        self.num_calls += 1
+        return min(1.0, self.num_calls / 20)
+
+
+class Slotted:
+    """Has its content in a slot."""
+
+    __slots__ = ("value",)
+
+
+OPAQUE: dict[str, Callable[[], Any]] = {
+    "Random": lambda: random.Random(0),
+    "Generator": lambda: np.random.default_rng(0),
+    "torch._C.Generator": torch.Generator,
+    "count": itertools.count,
+    "Slotted": Slotted,
+    "Warmup": Warmup,
+    "Linear": lambda: torch.nn.Linear(1, 1),
+}
+"""Objects whose content cannot be compared, by their type."""
+
+
+class Holding(Whitened):
+    """Has an object as an attribute or as a setting of its groups."""
+
+    def __init__(self, params: Iterable[Any], held: object = None, setting: object = None) -> None:
+        super().__init__(params)
+        self.held = [held]
+        if setting is not None:
+            self.param_groups[0]["setting"] = setting
+
+
+class Tallying(Whitened):
+    """Counts its steps in an array."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.tally = np.zeros(3)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.tally += 1
+        super().step(closure)
+
+
+class Marking(Whitened):
+    """Counts its steps in a list on each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            vars(parameter).setdefault("marks", []).append(1)
+        super().step(closure)
+
+
+class Hooked(torch.optim.Adam):
+    """torch's, with a hook that counts steps."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.seen = 0
+        self.register_step_pre_hook(Hooked.count)
+
+    @staticmethod
+    def count(optimizer: Any, *_: Any) -> None:
+        """Lowers the learning rate."""
+        optimizer.seen += 1
+        optimizer.param_groups[0]["lr"] = 1e-2 / optimizer.seen
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Has slow weights in a state of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class Delegating(torch.optim.Optimizer):
+    """A wrapper without state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.is_verbose = optimizer, False
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+class Ambiguous(Whitened):
+    """Has tensors in its state whose keys are written alike."""
+
+    def __init__(self, params: Iterable[Any], *keys: Hashable) -> None:
+        super().__init__(params)
+        self.keys = keys
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state.setdefault("nested", {"inner": torch.zeros(3)})
+            for key in self.keys:
+                state.setdefault(key, torch.zeros(3))
+
+
+class Scaled(torch.optim.Optimizer):
+    """Its step takes a number first, then perhaps a closure."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0, closure: Any = None, /) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] * scale)

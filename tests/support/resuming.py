@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import ftckpt.torch
@@ -65,6 +66,7 @@ def simple(model: Any, optimizer: Any = None, width: int = 8, **parts: Any) -> P
     """Parts of a job that trains ``model`` on noise."""
     stepping = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(3)
+    np.random.seed(3)  # some optimizers draw from it
 
     def train(iteration: int) -> torch.Tensor:
         x = torch.randn(4, width)
