@@ -310,7 +310,9 @@ def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None
     outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
     if run.digested is not None:
         outputs += ["--log-digest", str(run.digests.resolve()), "--digest-until", str(run.digested)]
-    settings = run.ftckpt and {**run.ftckpt, "events": str(run.event_dir.resolve()), "metrics_port": "auto"}
+    own = {"events": str(run.event_dir.resolve()), "metrics_port": "auto"}
+    # The default may protect every 15 s: a demo would wait for it.
+    settings = run.ftckpt and {**run.ftckpt, **own, "protect_interval": 1}
     script = run.framework.command(run.folder, [*run.training, *outputs], settings)
 
     def start(node: str) -> None:
