@@ -266,8 +266,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, help="default: all, plain with --quick")
     parser.add_argument("--loads", nargs="+", choices=list(MAX_RATIO), default=list(MAX_RATIO), help="default: all")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all, or some with --quick")
+    text = f"of a block, after as many of warm-up (default: {FULL.iterations}, which interval auto needs to settle)"
+    parser.add_argument("--iterations", type=int, help=text)
     args = parser.parse_args(argv)
     sizes, repeats = (QUICK, 2) if args.quick else (FULL, 5)
+    if args.iterations:
+        sizes = sizes._replace(warm_up=args.iterations, iterations=args.iterations)
     jobs = args.jobs or (["plain"] if args.quick else JOBS)
     rows = args.rows or list(QUICK_ROWS if args.quick else ROWS)
     reasons = {row: f"{package} is not installed" for row in rows if (package := missing_package(row))}
