@@ -254,10 +254,6 @@ EVENTS: dict[str, EventKind] = {
     ),
     "storage_damaged": _loud("a snapshot on storage is unusable", iteration=_ITERATION, error="why"),
     "removed": _quiet("an older checkpoint was removed from storage", iteration=_ITERATION, path="of the storage"),
-    "saved": _quiet(
-        "a universal checkpoint was written", path="of its directory", iteration=_ITERATION, total_bytes="written",
-        blocked_secs="time training waited",
-    ),
 }  # fmt: skip
 """Every event that ftckpt writes; ``EVENTS.md`` is made of it."""
 

@@ -99,7 +99,7 @@ class Candidate:
 
 
 def candidates(
-    reports: Sequence[ArenaReport], topology: Topology | None = None, damaged: Collection[SlotAt] = ()
+    reports: Sequence[ArenaReport], topology: Topology | None, damaged: Collection[SlotAt] = ()
 ) -> dict[SnapshotId, Candidate]:
     """Every snapshot that has at least one slot, for a job of this ``topology`` (None: for no job).
 

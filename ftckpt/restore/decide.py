@@ -1,6 +1,6 @@
 """Choice of the snapshot to restore, and of the slot that each shard is read from: pure functions of the inventory.
 
-``decide`` is for restarts and takes parity into account. ``newest_whole`` is for saves from inside the job and for
+``decide`` is for restarts and takes parity into account. ``newest_whole`` is for
 conversions of arenas: it accepts only snapshots every shard of which is in a slot.
 """
 
@@ -115,16 +115,14 @@ def decide(inventory: Inventory, topology: Topology, findings: Findings) -> Deci
     return None
 
 
-def newest_whole(
-    reports: Sequence[ArenaReport], topology: Topology | None = None, iteration: int | None = None
-) -> Decision:
+def newest_whole(reports: Sequence[ArenaReport], iteration: int | None = None) -> Decision:
     """The newest snapshot, or that of ``iteration``, every shard of which is in some slot; parity is not used.
 
     Raises:
         LostError: none is complete; the text names missing shards, or the iterations that exist.
         MismatchError: arenas contradict each other, or the shards of a layout cannot be derived.
     """
-    known = candidates(reports, topology)
+    known = candidates(reports, None)
     passed_over: list[str] = []
     for candidate in _by_age(known, ()):
         if iteration is not None and candidate.snapshot.iteration != iteration:

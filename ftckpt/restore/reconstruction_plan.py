@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from ftckpt.parity.groups import ParityGroup
 from ftckpt.parity.stripes import num_blocks
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.candidates import Candidate, SnapshotProtection
-
-T = TypeVar("T")
 
 NEW_SLOT = -1
 """Placeholder for a slot's number: the slot is chosen when the shard is reconstructed."""
@@ -283,19 +280,14 @@ def batches(tasks: Sequence[RepairTask], most_bytes: int) -> list[list[TaskSlice
         step = max(PAGE_BYTES, most_bytes // task.width // PAGE_BYTES * PAGE_BYTES)
         for begin in range(0, max(1, task.length), step):  # a block of a stripe without chunks has no bytes
             slices.append(TaskSlice(task, begin, min(begin + step, task.length)))
-    return in_batches(slices, lambda one: one.nbytes, most_bytes)
-
-
-def in_batches(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> list[list[T]]:
-    """The items in order, in batches of at most ``most_bytes``; a larger item is a batch of its own."""
-    batched: list[list[T]] = []
+    batched: list[list[TaskSlice]] = []
     room_bytes = 0
-    for item in items:
-        if nbytes(item) > room_bytes or not batched:
+    for one in slices:
+        if one.nbytes > room_bytes or not batched:
             batched.append([])
             room_bytes = most_bytes
-        batched[-1].append(item)
-        room_bytes -= nbytes(item)
+        batched[-1].append(one)
+        room_bytes -= one.nbytes
     return batched
 
 

@@ -24,11 +24,9 @@ from ftckpt.model.topology import Topology
 from ftckpt.model.training_state import TrainingState
 from ftckpt.restore.staging import PINNED_SECS, free_pinned
 from ftckpt.schedule.iteration import COMPUTE
-from ftckpt.session import deadlines
 from ftckpt.session.gc_pause import no_collections
 from ftckpt.session.rank_context import RankContext
 from ftckpt.session.reminders import OpenJob, Reminder, save_command
-from ftckpt.session.save import MAX_FILE_BYTES, UniversalSave
 from ftckpt.session.shard import Shard
 from ftckpt.session.shutdown import LastFlush
 from ftckpt.session.snapshot_driver import SnapshotDriver
@@ -298,25 +296,6 @@ class Checkpointer:
         if not self.off or self.topology.rank == 0:  # all ranks are off together
             self._reminder.update(reason)
         rank.protection.publish_counts(counts)
-
-    def save_universal(self, path: Path, max_file_bytes: int = MAX_FILE_BYTES, precision: str = "") -> Path:
-        """Write the newest committed snapshot to the directory ``path``, which all nodes must share.
-
-        Collective, at a boundary, after ``step``; training waits for it. Each rank writes its own files, of at most
-        ``max_file_bytes``. The directory gets its name ``path`` when all of it is durable; the next call removes the
-        ``path.partial`` of a killed job. ``precision`` is the dtype of weights that are casts of their master
-        weights (``BF16``), if the snapshot does not record it.
-
-        Raises:
-            ConvertError: on all ranks together: no snapshot is committed yet, bytes are corrupt, ranks differ in
-                one tensor, or the destination exists, is full, or is not shared by all nodes.
-            RuntimeError: a rank is unreachable.
-        """
-        save = UniversalSave(self.group, self.topology, self.node_dir, self.arena, self.events)
-        self.pause()
-        if self.snapshots is not None:  # training waits anyway: let the snapshot in flight complete
-            self.snapshots.settle(deadlines.FENCE_SECS)
-        return save.run(path, max_file_bytes, precision)
 
     def close(self, remove: bool | None = None, done: bool = True) -> None:
         """End the session. ``remove``: remove the arenas once all ranks have called this; they stay if one does not.

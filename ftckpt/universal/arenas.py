@@ -96,18 +96,16 @@ def snapshot_catalog(
     manifests: Sequence[Manifest],
     entries: Iterable[ShardFragment],
     objects: Mapping[str, object],
-    precision: str = "",
 ) -> Catalog:
     """The catalog of a snapshot of shards with these ``manifests``; ``entries`` hold each element once.
 
-    Weights that are not stored are derived: casts of their masters to ``precision`` or, if that is empty, to the type
-    that the manifests give. If they give none or several, nothing is derived.
+    Weights that are not stored are derived: casts of their masters to the type that the manifests give. If they give
+    none or several, nothing is derived.
     """
     fragments = tuple(entry.fragment for entry in entries)
     keys = {fragment.key for fragment in fragments}
     dtypes = {dtype for manifest in manifests for dtype in manifest.derived}
-    dtype = precision or (dtypes.pop() if len(dtypes) == 1 else "")
-    derived = derived_weights(keys, dtype)
+    derived = derived_weights(keys, dtypes.pop() if len(dtypes) == 1 else "")
     rounded_up = {key for manifest in manifests for key in manifest.padded}
     padded = rounded_up.intersection(keys) | {key for key in derived if master_of(key) in rounded_up}
     return Catalog(
@@ -226,7 +224,7 @@ class _Slot:
         if self.seal_id is None or self.arena.control.record(self.index).seal_id != self.seal_id:
             raise ConvertError(
                 f"{self.where}: the job moved on while iteration {self.snapshot.iteration} was read: start again, "
-                "stop the job first, or save from inside it with Checkpointer.save_universal"
+                "stop the job first, or let it export with --ftckpt-persist-format"
             )
 
     def read(self, span: Span, key: str) -> Bytes:

@@ -354,19 +354,20 @@ def test_inventories_survive_json_and_strange_shards_are_problems() -> None:
     assert any(not lacks(problem.text, "tp5") for problem in partly.problems)
 
 
-def test_the_newest_whole_one_is_chosen_alike_with_and_without_a_job() -> None:
-    reports = [report("tp0", (A, 4), (A, 5)), report("tp1", (A, 4))]
-    whole = report("tp0", (A, 4), layout={"tp": 2}), report("tp1", (A, 4), layout={"tp": 2})
-    for of in (newest_whole(reports, JOB), newest_whole([*whole, report("tp0", (A, 5), layout={"tp": 2}, node="x")])):
-        assert of.snapshot == SnapshotId(A, 4) and set(of.sources) == set(HOMES)
-        assert [lacks(why, "5", "tp1", "2") for why in of.passed_over] == [[]]
-    assert newest_whole(reports, JOB, 4).passed_over == ()
+def test_the_newest_whole_one_is_chosen_without_a_job() -> None:
+    two = {"tp": 2}
+    reports = [report("tp0", (A, 4), layout=two), report("tp1", (A, 4), layout=two)]
+    reports.append(report("tp0", (A, 5), layout=two, node="x"))
+    of = newest_whole(reports)
+    assert of.snapshot == SnapshotId(A, 4) and set(of.sources) == set(HOMES)
+    assert [lacks(why, "5", "tp1", "2") for why in of.passed_over] == [[]]
+    assert newest_whole(reports, 4).passed_over == ()
     with raises(LostError, "iteration 5", "tp1", "2 shards"):
-        newest_whole(reports, JOB, 5)
+        newest_whole(reports, 5)
     with raises(LostError, "4, 5"):
-        newest_whole(reports, JOB, 6)
+        newest_whole(reports, 6)
     with raises(LostError, "none"):
-        newest_whole([], JOB)
+        newest_whole([])
 
 
 def test_what_comes_unproven_must_be_all_of_one_layout() -> None:

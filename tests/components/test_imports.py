@@ -51,7 +51,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "restore": {"memory", "parity", "persist", "model", "group", "host_memory", "capture.driver"},
     "universal": {"model", "memory", "persist", "restore"},
     "session": {"group", "notice", "model", "memory", "parity", "schedule", "capture", "restore", "persist", "smp"},
-    "session.save": {"group", "model", "memory", "restore", "universal", "host_memory"},
     "frameworks": {"model", "group", "memory.launch_record", "memory.end_notes"},
     "frameworks.charts": {"session"},
     "frameworks.entry": {

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ STAGES: dict[str, tuple[str, bool]] = {
     "save object": ("text_data:Progress.state_dict", False),
     "after step": ("ftckpt.session.checkpointer:Checkpointer.step", True),
     "proof": ("ftckpt.session.snapshot_driver:SnapshotDriver._prove", False),
-    "save": ("ftckpt.session.save:UniversalSave._write", False),
     "attach": ("train_gpt:attach_checkpointer", False),
     "describe": ("ftckpt.megatron.state:MegatronState.describe", False),
     "choose": ("ftckpt.restore.restart:Restart.choose", False),
@@ -125,21 +123,6 @@ def _install(directory: Path, rank: int, number: int, failure: Failure) -> None:
     killing.wrap(place, killing.at_calls(reached, after))
 
 
-def _save_often(directory: Path) -> None:
-    """Save the snapshot after each iteration from the fourth on."""
-
-    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(job: Any) -> Any:
-            metrics = original(job)
-            if metrics["iteration"] >= 4:
-                job.checkpointer.save_universal(directory / "saved")
-            return metrics
-
-        return wrapped
-
-    killing.wrap("train_gpt:train_step", wrapper)
-
-
 def main() -> None:
     constants.from_environment()
     directory, rank = Path(os.environ[DIRECTORY_VAR]), int(os.environ["RANK"])
@@ -147,8 +130,6 @@ def main() -> None:
     module: Any = importlib.import_module(script)
     planned = _due(directory)
     due = planned if planned is not None and planned[1].rank in (rank, ALL) else None
-    if planned is not None and planned[1].stage == "save":
-        _save_often(directory)
     if due is not None:
         _install(directory, rank, *due)
     cleanup = due[1].cleanup if due is not None else ""

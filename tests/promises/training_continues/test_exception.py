@@ -204,7 +204,7 @@ def test_a_job_goes_on_after_each_failure(where: str, failing: Failing) -> None:
 LONG = ("--torchrun-arg", "--monitor-interval=600")
 """So that the launcher does not end the others: they must by themselves."""
 
-COLLECTIVE = ("save", "choose", "proof", "close")
+COLLECTIVE = ("choose", "proof", "close")
 
 
 @pytest.mark.slow
