@@ -14,8 +14,8 @@ of their own:
   shrink   a node is lost without a replacement: the job continues with four ranks in another layout
   limit    time is up: the snapshot is flushed to storage, memory is emptied, and four ranks resume from there
 
-Weights, masters and moments right after these restarts must equal the reference in every bit. The report is the page
-that ftckpt report makes of any run, with the verdict. If a run fails, it shows the runs before it.
+Weights, masters and moments right after these restarts must equal the reference in every bit. The verdict is in
+summary.json; ftckpt report describes each run.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ftckpt.cli.event_log import count
 from ftckpt.cli.history import read_history
 from ftckpt.cli.recovery import PARTS, Recovery
-from ftckpt.cli.report import write_report
-from ftckpt.cli.sections import Additions, PageSection, restart_table
 from ftckpt.errors import EventLogError
-from ftckpt.model.text import aligned, human
+from ftckpt.model.text import aligned
 from launch.demo_job import (
     FRAMEWORKS,
     LAYOUTS,
@@ -79,7 +77,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--framework", choices=list(FRAMEWORKS), default="megatron", help="default: megatron")
     parser.add_argument("--scene", choices=list(SCENES), help="this fault alone; default: all of them")
     parser.add_argument("--iterations", type=int, help="default: 28, with --scene 16")
-    parser.add_argument("--out", type=Path, help=f"where the report goes; default: {either('out')}")
+    parser.add_argument("--out", type=Path, help=f"where logs and the summary go; default: {either('out')}")
     args, training = parser.parse_known_args(argv)
     args.framework = FRAMEWORKS[args.framework]
     args.out = args.out or args.framework.out
@@ -189,15 +187,16 @@ def _digest(path: Path, iteration: int, restored: bool) -> dict[str, Any]:
 
 
 def costs_of(run: Run) -> list[Recovery]:
-    """The cost of each fault of a run, from its report.
+    """The cost of each fault of a run, from its events.
 
     Raises:
         RunError: a fault has no restart of its own that trained, or a lost shard was not rebuilt.
     """
     restarts = read_history(run.folder).restarts
-    if [restart.name for restart in restarts if restart.trained] != [strike.name for strike in run.strikes]:
+    if len(restarts) != len(run.strikes) or not all(restart.trained for restart in restarts):
         names = ", ".join(restart.name for restart in restarts) or "none"
         raise RunError(f"{run.name}: restarts are {names}, not one for each fault")
+    restarts = [replace(one, name=strike.name) for strike, one in zip(run.strikes, restarts, strict=True)]
     for strike, restart in zip(run.strikes, restarts, strict=True):
         lost = set(strike.marks()[0].get("shards", ())) - set(restart.rebuilt_shards)
         if lost:
@@ -303,13 +302,11 @@ def reshaping_run(name: str, args: argparse.Namespace, training: Sequence[str], 
 
 
 def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequence[str]) -> int:
-    """Write the report and print the verdict; returns the exit code."""
-    report = out / "report.html"
-    report.unlink(missing_ok=True)  # of an earlier demo
+    """Write the summary and print the verdict; returns the exit code."""
     summary["command"] = shlex.join(["launch/demo.sh", *argv])
+    shown = runs[min(1, len(runs) - 1)].folder
     with suppress(EventLogError):  # a run failed before there were any
-        history = write_report(runs[min(1, len(runs) - 1)].folder, report, additions_of(summary, runs))
-        summary["conditions"] = history.conditions
+        summary["conditions"] = read_history(shown).conditions
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     exact, reshapes = summary["bit_exact"], summary["reshapes"]
     differences = [difference for reshape in reshapes for difference in reshape["differences"]]
@@ -322,7 +319,7 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
     for reshape in reshapes:
         verdict = "bit-equal" if reshape["bit_equal"] else f"NOT bit-equal, {_differ(reshape)}"
         where = f"from {reshape['from']} to {reshape['to']} in iteration {reshape['iteration']}"
-        print(f"demo: {reshape['scene']}: reshaped {where}: {verdict}, report in {report}")
+        print(f"demo: {reshape['scene']}: reshaped {where}: {verdict}")
     bit_equal = all(reshape["bit_equal"] for reshape in reshapes)
     if reshapes:
         verdicts["bit_equal"] = bit_equal
@@ -330,90 +327,13 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
         num = len(summary["faults"])
         verdicts |= {"faults": num, "bit_exact": exact}
         verdict = "bit-exact" if exact else f"NOT bit-exact, {_differ(summary)}"
-        print(f"demo: {verdict}, {count(num, 'fault')} survived, report in {report}")
+        print(f"demo: {verdict}, {count(num, 'fault')} survived; see ftckpt report {shown}")
     print(json.dumps(verdicts))
     return 0 if exact is not False and bit_equal and not summary["failure"] else 1
 
 
 def _differ(verdict: dict[str, Any]) -> str:
     return f"{len(verdict['differences'])} differences"
-
-
-def additions_of(summary: dict[str, Any], runs: Sequence[Run]) -> Additions:
-    """The additions to the page of the run: the verdict, the reference, and the comparison."""
-    is_good, title, text, differences = _verdict(summary)
-    tiles, sections = {}, [_reshape_section(reshape) for reshape in summary["reshapes"]]
-    if summary["bit_exact"] is not None:
-        compared, losses = summary["num_tensors_compared"], str(summary["num_losses_compared"])
-        tiles["losses compared, bit for bit"] = losses
-        tiles["hashes of final tensors compared"] = f"{sum(compared.values()):,}"
-        rows = [["losses", losses], *([kind, f"{num:,}"] for kind, num in compared.items())]
-        note = "Losses as hexadecimal floats, tensors as SHA-256 of their bytes, of every rank."
-        sections.append(PageSection("What was compared", note, heads=["kind", "compared"], rows=rows))
-    conditions = {
-        "job": f"{summary['framework']}: {summary['job']}",
-        "command": summary["command"],
-        "date": summary["date"],
-        "run": ", ".join(f"{name} {secs:.0f} s" for name, secs in summary["run_secs"].items()),
-    }
-    return Additions(
-        title,
-        text,
-        "good" if is_good else "bad",
-        [] if is_good else differences[:_MAX_NAMED],
-        reference=[(line["iteration"], line["loss"]) for line in runs[0].lines],
-        reference_name="reference: nothing killed, ftckpt off",
-        tiles=tiles,
-        sections=sections,
-        conditions=conditions,
-    )
-
-
-def _verdict(summary: dict[str, Any]) -> tuple[bool, str, str, list[str]]:
-    """The head of the page: whether all is equal, title, text, and differences; a failure comes first."""
-    exact, reshapes, faults = summary["bit_exact"], summary["reshapes"], summary["faults"]
-    if summary["failure"]:
-        return False, "A run failed", "The page shows the events before it:", [summary["failure"].partition("\n")[0]]
-    bit_equal = all(reshape["bit_equal"] for reshape in reshapes)
-    if exact is None or (exact and not bit_equal):
-        differences = [difference for reshape in reshapes for difference in reshape["differences"]]
-        is_good, equal = bit_equal, "bit-equal in another layout"
-        text = "The state from memory, or from storage, was restored in another layout."
-    else:
-        differences, is_good, equal = summary["differences"], exact, f"bit-exact after {count(len(faults), 'fault')}"
-        text = (
-            "Every loss and the final state of every rank are, bit for bit, those of an undisturbed run. Each "
-            "restart took its snapshot from the memory of the nodes; storage held none."
-        )
-        if nbytes := sum(fault["rebuilt_bytes"] for fault in faults):
-            text += f" The memory of a lost node, {human(nbytes)}, was rebuilt from parity."
-    if is_good:
-        return True, equal[0].upper() + equal[1:], text, []
-    text = f"{len(differences)} losses or tensors differ from the reference; the first are:"
-    return False, f"Not {equal}", text, differences
-
-
-def _reshape_section(reshape: dict[str, Any]) -> PageSection:
-    """A scene after which the job continues in another layout."""
-    num = sum(reshape["tensors_compared"].values())
-    verdict = f"{num} logical tensors, all equal to the reference in every bit"
-    if not reshape["bit_equal"]:
-        verdict = f"{_differ(reshape)} of {num}: {', '.join(reshape['differences'][:5])}"
-    rows = {
-        "weights, masters, moments, steps": verdict,
-        "moved": f"{human(reshape['read_bytes'])} read, {human(reshape['received_bytes'])} received from other ranks",
-        "losses afterwards": f"at most {reshape['largest_difference_of_a_loss']:.3f} from those of the reference",
-    }
-    what, title = "A node is lost without a replacement", "Another layout"
-    if reshape["scene"] == LIMIT:
-        what = "Time is up: the snapshot is flushed, all memory is emptied, and one of two nodes starts again"
-        title = "Another layout, from storage"
-    note = (
-        f"{what}: the job continues with the remaining ranks, in the first layout of its list that fits them. "
-        "Dropout masks depend on the layout, so losses differ a little."
-    )
-    heads, cells = restart_table([Recovery(**reshape["restart"])])
-    return PageSection(title, note, heads=heads, rows=cells, terms=rows)
 
 
 def main(argv: Sequence[str]) -> int:

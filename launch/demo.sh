@@ -5,7 +5,7 @@
 #   --framework NAME  megatron (default) or deepspeed
 #   --scene NAME      one fault alone: rank, writing, all, node or, with megatron, shrink or limit
 #   --iterations N    default: 28, with --scene 16
-#   --out DIR         where the report goes; default: runs/demo or runs/demo-deepspeed
+#   --out DIR         where logs and the summary go; default: runs/demo or runs/demo-deepspeed
 #
 # Other arguments, --hidden 256 for example, go to launch/train_gpt.py or launch/train_deepspeed.py.
 
@@ -27,7 +27,7 @@ megatron | deepspeed) ;;
 *) fail "--framework: '$framework' is not one of megatron, deepspeed" ;;
 esac
 
-prepare "$framework,metrics,report"
+prepare "$framework,metrics"
 cd "$ROOT"
 export PYTHONUNBUFFERED=1
 exec "$PYTHON" -m launch.demo "$@"

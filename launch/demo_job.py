@@ -121,7 +121,7 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Scene:
-    """A fault: ``text`` with its iteration describes it, ``label`` marks it in charts.
+    """A fault: ``text`` with its iteration describes it.
 
     A rank, or all, are killed at ``point``. If ``rank`` is None, ``node`` is lost in the middle of an iteration, and
     ``replacement``, if any, takes its place; without a ``node`` all nodes end with their memory, and the first one
@@ -129,7 +129,6 @@ class Scene:
     """
 
     text: str
-    label: str
     rank: int | Literal["all"] | None = None
     point: str = ""
     ordinal: int = 0
@@ -143,21 +142,18 @@ SHRINK, LIMIT = "shrink", "limit"
 RESHAPING = (SHRINK, LIMIT)
 """Scenes after which the job continues in another layout; each has a run of its own."""
 SCENES = {
-    "rank": Scene("rank 5 killed in the middle of iteration {}", "one rank killed", 5, "forward", 3),
+    "rank": Scene("rank 5 killed in the middle of iteration {}", 5, "forward", 3),
     # Ordinal 1: one chunk is in the slot already.
-    "writing": Scene(
-        "rank 2 killed while it wrote the snapshot of iteration {}", "killed while writing", 2, "copy", 1
-    ),
+    "writing": Scene("rank 2 killed while it wrote the snapshot of iteration {}", 2, "copy", 1),
     "all": Scene(
         "all ranks killed before the optimizer step of iteration {}",
-        "all ranks killed",
         "all",
         "before_step",
         secs=60.0,
     ),
-    "node": Scene(f"{_NODE} {REPLACEMENT} takes its place", "a node lost", node=LOST_NODE, replacement=REPLACEMENT),
-    SHRINK: Scene(f"{_NODE} nothing takes its place", "a node lost for good", node=LOST_NODE),
-    LIMIT: Scene("all nodes ended in iteration {}, their memory emptied; one node starts again", "time limit"),
+    "node": Scene(f"{_NODE} {REPLACEMENT} takes its place", node=LOST_NODE, replacement=REPLACEMENT),
+    SHRINK: Scene(f"{_NODE} nothing takes its place", node=LOST_NODE),
+    LIMIT: Scene("all nodes ended in iteration {}, their memory emptied; one node starts again"),
 }
 
 
@@ -400,7 +396,6 @@ class Watch:
         for pid in [pid for pid in self._alive if not is_running(pid)]:
             self._alive.remove(pid)
             self._ended.add(pid)
-            self._note("ended", time.time(), pid=pid)
         self._open_gate()
         self._take_nodes_when_due()
         self._end_waits()
@@ -411,17 +406,8 @@ class Watch:
             with contextlib.suppress(json.JSONDecodeError):
                 yield json.loads(line)
 
-    def _note(self, event: str, when: float, **fields: Any) -> None:
-        """Adds an event that ``ftckpt report`` reads: ranks cannot report their own kills."""
-        if self._run.event_dir.exists():
-            with open(self._run.event_dir / "demo.jsonl", "a") as file:
-                file.write(json.dumps({"time": when, "event": event, "process": "demo", **fields}) + "\n")
-
     def _on_strike(self, strike: Strike, marks: list[dict[str, Any]]) -> None:
         self._struck_at, iteration = time.time(), marks[0]["iteration"]
-        ranks = strike.ranks or marks[0]["ranks"]
-        when = max(mark["time"] for mark in marks)
-        self._note("fault", when, name=strike.name, label=strike.scene.label, iteration=iteration, ranks=ranks)
         self._run.say("KILLED: " + strike.scene.text.format(iteration))
         if "protected" in marks[0]:
             self._run.say(f"        the snapshot of iteration {marks[0]['protected']} is protected")

@@ -72,7 +72,7 @@ compile_all() {
     "$PYTHON" -m compileall -q -j 0 "$VENV/lib" >/dev/null 2>&1 || true
 }
 
-ALL_EXTRAS=megatron,deepspeed,storage,metrics,cli,report,dev
+ALL_EXTRAS=megatron,deepspeed,storage,metrics,cli,dev
 
 # prepare EXTRAS: afterwards $PYTHON has ftckpt, torch and the extras.
 prepare() {

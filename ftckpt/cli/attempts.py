@@ -1,4 +1,4 @@
-"""One attempt of a run, from the events of its ranks, and the staleness of its snapshots."""
+"""One attempt of a run, from the events of its ranks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,13 @@ from typing import NamedTuple
 
 from ftckpt.cli.event_log import LinePlace
 
-_STATES = ("committed", "protected", "persisted")
-_PASSED = "~"
-"""A boundary: at the same instant, snapshots reach their states before it."""
-
-
-class Age(NamedTuple):
-    """The ages, in iterations, of the newest committed, protected and persisted snapshots at the boundary of
-    ``iteration``; None: there was none."""
-
-    iteration: int
-    committed: int | None
-    protected: int | None
-    persisted: int | None = None
-
 
 @dataclass
 class SnapshotTimes:
-    """The times at which a snapshot reached each state; ``copied`` and ``checked`` have a bit per rank or shard."""
+    """The times at which a snapshot's last rank passed its boundary, and at which it was protected."""
 
     boundary_at: float = 0.0
-    copied: int = 0
-    copied_at: float = 0.0
-    checked: int = 0
-    checked_at: float = 0.0
     protected_at: float = math.inf
-    persisted_at: float = math.inf
-
-    def committed_at(self, num_ranks: int) -> float:
-        """The time at which all ranks had copied it, or the SMPs had checksums of all shards."""
-        times = [(self.copied.bit_count(), self.copied_at), (self.checked.bit_count(), self.checked_at)]
-        return min((time for num, time in times if num >= num_ranks), default=math.inf)
 
 
 class TimelinePlace(NamedTuple):
@@ -71,7 +47,6 @@ class Attempt:
     rebuilt_shards: set[str] = field(default_factory=set)
     rebuilt_bytes: int = 0
     nodes: set[str] = field(default_factory=set)
-    pids: set[int] = field(default_factory=set)
     last_signs: dict[int, float] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
     snapshots: dict[int, SnapshotTimes] = field(default_factory=lambda: defaultdict(SnapshotTimes))
@@ -93,29 +68,8 @@ class Attempt:
         """Whether every rank closed ftckpt."""
         return self.closed >= self.last_signs.keys()
 
-    def ages(self, stored: int | None = None) -> Iterator[Age]:
-        """The ages at each boundary, in order. ``stored``: the newest iteration on storage at the attempt's start."""
-        num, events = len(self.last_signs), list[tuple[float, str, int]]()
-        for iteration, one in self.snapshots.items():
-            marks = (one.committed_at(num), one.protected_at, one.persisted_at)
-            events += [(at, state, iteration) for state, at in zip(_STATES, marks, strict=True) if at < math.inf]
-            events += [(one.boundary_at, _PASSED, iteration)] if one.boundary_at else []
-        # The restored snapshot is committed; it counts as protected once this attempt has protected it.
-        newest: dict[str, int | None] = {"committed": self.start, "protected": None, "persisted": stored}
-        for _, state, iteration in sorted(events):
-            if state == _PASSED:
-                ages = (None if of is None else max(0, iteration - of) for of in map(newest.get, _STATES))
-                yield Age(iteration, *ages)
-            else:
-                newest[state] = max(iteration, newest[state] or 0)
-
-    @property
-    def persisted(self) -> list[int]:
-        """The iterations that the attempt persisted."""
-        return [iteration for iteration, one in self.snapshots.items() if one.persisted_at < math.inf]
-
-    def lags(self) -> Iterator[tuple[int, float]]:
+    def lags(self) -> Iterator[float]:
         """Seconds from the boundary of each snapshot until it was protected."""
-        for iteration, one in sorted(self.snapshots.items()):
+        for one in self.snapshots.values():
             if one.boundary_at and one.protected_at < math.inf:
-                yield iteration, max(0.0, one.protected_at - one.boundary_at)
+                yield max(0.0, one.protected_at - one.boundary_at)

@@ -1,5 +1,5 @@
 """The history of a run, from the events of its ranks and SMPs: attempts, restarts and their causes, the cost of
-snapshots, their ages and protection.
+snapshots and their protection.
 
 Each file is read once, line by line. Memory grows with the run's iterations, not with its ranks.
 """
@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ftckpt.cli.attempts import Age, Attempt, TimelinePlace
-from ftckpt.cli.event_log import (
-    MOST_LINE_BYTES,
-    EventLog,
-    LinePlace,
-    count,
-    event_logs,
-    is_log,
-    parse_line,
-    whole_number,
-)
-from ftckpt.cli.recovery import Evidence, FaultNote, Losses, Recovery, recoveries
+from ftckpt.cli.attempts import Attempt, TimelinePlace
+from ftckpt.cli.event_log import EventLog, LinePlace, event_logs, whole_number
+from ftckpt.cli.recovery import Recovery, recoveries
 from ftckpt.cli.timeline import parse_rank
 from ftckpt.events import EVENTS
 from ftckpt.model.text import listed
@@ -62,8 +52,8 @@ class Alarm:
 
 @dataclass
 class RunHistory:
-    """The history of a run. ``losses``: (iteration, loss) in the order of the log. ``blocked``: the cost of snapshots
-    by iteration; of an iteration trained again, that of the last attempt."""
+    """The history of a run. ``blocked``: the cost of snapshots by iteration; of one that was trained again, that of
+    the last attempt."""
 
     directory: Path
     began_at: float
@@ -74,7 +64,6 @@ class RunHistory:
     iteration_secs: float = 0.0
     protection: Line | None = None
     alarms: dict[str, Alarm] = field(default_factory=lambda: defaultdict(Alarm))
-    losses: Losses = field(default_factory=list)
     conditions: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -82,17 +71,6 @@ class RunHistory:
     def failures(self) -> list[Recovery]:
         """The restarts after failures, without new launches of the job."""
         return [restart for restart in self.restarts if restart.is_failure]
-
-    def ages(self) -> Iterator[Age]:
-        """The ages of snapshots at each boundary."""
-        on_storage: set[int] = set()
-        for attempt in self.attempts:
-            # Checkpoints newer than the attempt's start were rolled back.
-            on_storage = {one for one in on_storage if one <= (attempt.start or 0)}
-            if attempt.source == "storage" and attempt.start is not None:
-                on_storage.add(attempt.start)
-            yield from attempt.ages(max(on_storage, default=None))
-            on_storage.update(attempt.persisted)
 
 
 def read_history(run: Path, on_bytes: Callable[[int], object] = int) -> RunHistory:
@@ -106,35 +84,9 @@ def read_history(run: Path, on_bytes: Callable[[int], object] = int) -> RunHisto
     history = RunHistory(log.directory, logs[log])
     if others := sorted(str(other.directory) for other in logs if other is not log):
         history.notes.append(f"taken from {log.directory}, the newest; there are also {listed(others)}")
-    history.losses, num_odd = read_losses([log.directory, log.directory.parent, run])
     _Reader(log, history).read()
-    if num_odd:
-        history.notes.append(f"{num_odd} logged losses are not finite and not drawn")
     history.notes += log.notes
     return history
-
-
-def read_losses(directories: Iterable[Path]) -> tuple[Losses, int]:
-    """(iteration, loss) from the first of ``directories`` that has a file of JSON lines with both, as the example
-    scripts write; and the number of losses that are not finite."""
-    for directory in directories:
-        for path in sorted(directory.glob("*.jsonl")):
-            rows = list(_loss_lines(path)) if is_log(path) else []
-            if rows:
-                finite = [(iteration, loss) for iteration, loss in rows if loss is not None]
-                return finite, len(rows) - len(finite)
-    return [], 0
-
-
-def _loss_lines(path: Path) -> Iterator[tuple[int, float | None]]:
-    with open(path, "rb") as file:
-        while line := file.readline(MOST_LINE_BYTES):
-            fields = parse_line(line) if line.endswith(b"\n") else None
-            if fields is not None and "event" in fields:  # an event log
-                return
-            match fields:
-                case {"iteration": int(iteration), "loss": int() | float() | None as loss}:
-                    yield iteration, loss
 
 
 def _began_at(log: EventLog) -> float:
@@ -168,8 +120,6 @@ class _Reader:
         self._blocked: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
         self._iteration_secs: list[float] = []
         self._conditions: dict[str, Line] = {}
-        self._evidence = Evidence()
-        self._shards: dict[str, int] = {}
         self._rank, self._is_sampled = 0, True
         self._starts: dict[int, _Start] = {}
 
@@ -180,19 +130,16 @@ class _Reader:
             self._rank, self._starts = int(path.stem.removeprefix("rank")), {}
             self._is_sampled = number % math.ceil(len(files) / _MAX_RANKS) == 0
             self._read(path, self._take)
-            for start in self._starts.values():
-                self._end(start)
         # By time: lineages are random, and a rank's file may lack some attempts.
         history.attempts = sorted(self._attempts.values(), key=lambda attempt: attempt.restored_at)
         for path in self._log.other_files:
-            self._read(path, self._take_other)
-        history.restarts = list(recoveries(history.attempts, history.losses, self._evidence))
+            self._read(path, lambda place, line: None)  # only their alarms
+        history.restarts = list(recoveries(history.attempts))
         history.conditions = list(self._conditions.values())
         history.iteration_secs = median(self._iteration_secs) if self._iteration_secs else 0.0
         for iteration, ranks in sorted(self._blocked.items()):
             boundary, fence = (median(secs) for secs in zip(*ranks.values(), strict=True))
             history.blocked[iteration] = BlockedTime(boundary, fence, max(map(sum, ranks.values())))
-        history.notes += self._notes()
 
     def _read(self, path: Path, take: Callable[[LinePlace, Line], None]) -> None:
         for place, line in self._log.lines(path):
@@ -212,44 +159,11 @@ class _Reader:
             text = json.dumps({name: value for name, value in line.items() if name not in _WHO}, ensure_ascii=False)
             alarm.first_at, alarm.detail = time, text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}…"
 
-    def _notes(self) -> Iterator[str]:
-        """Notes about facts that the other fields of a history do not have."""
-        attempts = self._history.attempts
-        last_start = attempts[-1].joined_at if attempts else 0.0
-        yield from (f"no attempt followed fault {one.name}" for one in self._evidence.faults if one.time > last_start)
-        refused = {
-            rank
-            for rank, time in self._evidence.fruitless
-            if any(one.joined_at < time < one.last_signs.get(rank, 0.0) for one in attempts)
-        }
-        if refused:
-            yield f"a launch during an attempt was refused on {count(len(refused), 'rank')}"
-
-    def _take_other(self, _: LinePlace, line: Line) -> None:
-        """Takes an event of an SMP, or a fault or an end noted by another program."""
-        attempts = self._history.attempts
-        # An SMP outlives attempts and does not know their lineages: its events are assigned by time.
-        place = bisect_right([attempt.joined_at for attempt in attempts], line["time"]) - 1
-        if line["event"] == "fault":
-            ranks = tuple(map(whole_number, line.get("ranks", ())))
-            name, iteration = str(line["name"]), whole_number(line["iteration"])
-            note = FaultNote(line["time"] + 0.0, name, str(line.get("label", name)), iteration, ranks)
-            self._evidence.faults.append(note)
-        elif line["event"] == "ended":
-            self._evidence.gone_at[whole_number(line["pid"])] = line["time"]
-        elif line["event"] == "checked" and place >= 0:
-            snapshot = attempts[place].snapshots[whole_number(line["iteration"])]
-            # A bit per shard: sets would take memory for ranks times iterations.
-            snapshot.checked |= 1 << self._shards.setdefault(str(line["shard"]), len(self._shards))
-            snapshot.checked_at = max(snapshot.checked_at, line["time"])
-
     def _take(self, place: LinePlace, line: Line) -> None:
         """Takes an event of a rank."""
         pid = whole_number(line["pid"])
         start = self._starts.get(pid)
         if start is None or (line["event"] == "joined" and line["time"] != start.joined["time"]):
-            if start is not None:
-                self._end(start)
             start = self._starts[pid] = _Start(line)
         if (on_start := getattr(self, f"_on_{line['event']}", None)) is not None:
             on_start(start, line)
@@ -260,10 +174,6 @@ class _Reader:
             self._add_timeline(attempt, start, place, line)
         elif (in_attempt := getattr(self, f"_in_{line['event']}", None)) is not None:
             in_attempt(attempt, line)
-
-    def _end(self, start: _Start) -> None:
-        if start.attempt is None:
-            self._evidence.fruitless.append((self._rank, start.joined["time"]))
 
     def _on_joined(self, _: _Start, line: Line) -> None:
         self._history.job = str(line.get("job", self._history.job))
@@ -285,7 +195,6 @@ class _Reader:
         attempt.layout = start.layout or attempt.layout
         attempt.nodes |= {str(start.joined["node"])} if "node" in start.joined else set()
         attempt.launches |= {str(start.joined["launch"])} if start.joined.get("launch") else set()
-        attempt.pids.add(whole_number(line["pid"]))
         for built in start.rebuilt:
             attempt.rebuild_secs = max(attempt.rebuild_secs, built["secs"])
             attempt.rebuilt_shards |= {*map(str, built["shards"])}
@@ -331,20 +240,13 @@ class _Reader:
         entry = TimelinePlace(rank.begin, is_warm, str(start.joined.get("node", "")), place)
         attempt.timelines[rank.iteration][rank.rank] = entry
 
-    def _in_copied(self, attempt: Attempt, line: Line) -> None:
-        snapshot = attempt.snapshots[whole_number(line["iteration"])]
-        snapshot.copied |= 1 << self._rank
-        snapshot.copied_at = max(snapshot.copied_at, line["time"])
+    def _in_copied(self, _: Attempt, line: Line) -> None:
         if self._is_sampled:
             self._iteration_secs.append(line["secs"] + 0.0)
 
     def _in_protected(self, attempt: Attempt, line: Line) -> None:
         snapshot = attempt.snapshots[whole_number(line["iteration"])]
         snapshot.protected_at = min(snapshot.protected_at, line["time"])
-
-    def _in_persisted(self, attempt: Attempt, line: Line) -> None:
-        snapshot = attempt.snapshots[whole_number(line["iteration"])]
-        snapshot.persisted_at = min(snapshot.persisted_at, line["time"])
 
     def _in_closed(self, attempt: Attempt, line: Line) -> None:
         attempt.closed.add(self._rank)

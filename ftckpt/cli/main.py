@@ -45,7 +45,7 @@ watch
     ftckpt status my-run --watch 5
   jobs     list the jobs that have memory on this machine
     ftckpt jobs
-  report   write a page about a run from its event logs
+  report   describe a run, by its event logs: restarts, costs, an iteration
     ftckpt report runs/my-run
     ftckpt report runs/my-run --iteration 1200
 storage

@@ -1,151 +1,107 @@
-"""``ftckpt report``: writes a page about a run, from the events of its ranks and SMPs."""
+"""``ftckpt report``: describes a run by the events of its ranks and SMPs, and writes one iteration as a trace."""
 
 from __future__ import annotations
 
 import argparse
-import base64
-import importlib.util
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
-from importlib.resources import files
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ftckpt.cli.answers import Answer, Lines, ProgressLine
 from ftckpt.cli.event_log import count
 from ftckpt.cli.history import RunHistory, read_history
-from ftckpt.cli.recovery import Recovery
-from ftckpt.cli.sections import Additions, sections_of
-from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
-from ftckpt.errors import ConfigError, EventLogError
+from ftckpt.cli.recovery import PARTS, Recovery
+from ftckpt.cli.timeline import REMEDY, Timeline, read_timeline, trace_of
+from ftckpt.errors import EventLogError
 from ftckpt.memory.atomic_files import fresh_name
-from ftckpt.model.text import aligned
+from ftckpt.model.text import aligned, human, listed
 
-REPORT_NAME, TRACE_NAME = "report.html", "trace.json"
-_TEMPLATE = "report.html.j2"
-_PACKAGES = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}
+TRACE_NAME = "trace.json"
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     text = "directory with event logs (--ftckpt-events) at any depth"
     parser.add_argument("run_dir", type=Path, metavar="RUN", help=text)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the page (default: RUN/{REPORT_NAME})")
-    text = "snapshot whose timeline is shown (default: the newest that all ranks have)"
+    text = f"the trace of an iteration, for https://ui.perfetto.dev (default: RUN/{TRACE_NAME})"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=text)
+    text = "snapshot whose iteration is shown (default: the newest that all ranks have)"
     parser.add_argument("--iteration", type=int, help=text)
 
 
 def run_report(arguments: argparse.Namespace) -> Lines:
-    """Writes the page, and the timeline next to it as a trace. Raises EventLogError, ConfigError."""
-    output = arguments.output or arguments.run_dir / REPORT_NAME
+    """Describes the run, and writes the trace. Raises EventLogError."""
     with ProgressLine("reading event logs") as progress:
         history = read_history(arguments.run_dir, progress)
-    timeline = _timeline(history, arguments.iteration)
-    yield from summary(history, timeline)
+    timeline: Timeline | None = None
+    # An iteration that the user names must exist; otherwise there may be none.
+    with nullcontext() if arguments.iteration is not None else suppress(EventLogError):
+        timeline = read_timeline(history, arguments.iteration)
+    yield from describe(history, timeline)
     if timeline is not None:
-        yield f"trace in {write_trace(timeline, output)}: open it in https://ui.perfetto.dev"
-    write_page(history, timeline, output)
-    yield f"report in {output}"
+        yield f"trace in {write_trace(timeline, arguments.output or arguments.run_dir / TRACE_NAME)}"
     yield Answer({
         "job": history.job,
         "events": str(history.directory),
         "restarts": [asdict(one) | {"total_secs": one.total_secs} for one in history.restarts],
-        "tiles": _tiles(history),
+        "costs": costs(history),
+        "protection": history.protection,
+        "warnings": {name: alarm.num for name, alarm in history.alarms.items()},
+        "conditions": history.conditions,
         "notes": history.notes,
-        "report": str(output),
     })  # fmt: skip
 
 
-def write_report(run_dir: Path, output: Path, additions: Additions | None = None) -> RunHistory:
-    """Writes the page of the run whose events are at or below ``run_dir``, and a trace of one iteration next to it.
-
-    Raises:
-        EventLogError: no such directory, or no event logs in it.
-        ConfigError: a package is missing.
-        OSError: a file cannot be written.
-    """
-    history = read_history(run_dir)
-    timeline = _timeline(history)
-    write_page(history, timeline, output, additions)
-    if timeline is not None:
-        write_trace(timeline, output)
-    return history
-
-
-def write_trace(timeline: Timeline, page: Path) -> Path:
-    """Writes the timeline in the Chrome trace format next to ``page``; returns the path. Raises OSError."""
-    output = page.with_name(TRACE_NAME)
-    _replace_file(output, json.dumps(trace_of(timeline), separators=(",", ":")) + "\n")
+def write_trace(timeline: Timeline, output: Path) -> Path:
+    """Writes the timeline in the Chrome trace format; returns the path. Raises OSError."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Replaced atomically, so that no reader sees a part of it.
+    with fresh_name(output) as temporary:
+        # JSON may contain lone surrogates, which cannot be encoded.
+        text = json.dumps(trace_of(timeline), separators=(",", ":")) + "\n"
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.replace(output)
     return output
 
 
-def write_page(
-    history: RunHistory, timeline: Timeline | None, output: Path, additions: Additions | None = None
-) -> None:
-    """Writes the page.
-
-    Raises:
-        ConfigError: a package is missing.
-        OSError: it cannot be written.
-    """
-    for module, package in _PACKAGES.items():
-        if importlib.util.find_spec(module) is None:
-            problem = f"the page needs {package}, which is not installed: pip install 'ftckpt[report]'"
-            raise ConfigError(f"{output}: {problem}")
-    _replace_file(output, render(history, timeline, additions or Additions()))
-
-
-def render(history: RunHistory, timeline: Timeline | None, additions: Additions) -> str:
-    """The page as HTML with embedded figures."""
-    from jinja2 import Environment
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
-    template = environment.from_string(files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
-    head = additions
-    if not additions.title:
-        head = replace(additions, title=_title(history), text=_about(history), tone=_tone(history))
-    tiles, sections = {**additions.tiles, **_tiles(history)}, sections_of(history, timeline, additions)
-    return template.render(name=history.job or history.directory.name, head=head, tiles=tiles, sections=sections)
-
-
-def summary(history: RunHistory, timeline: Timeline | None) -> Iterator[str]:
-    """The page in a few lines of text."""
+def describe(history: RunHistory, timeline: Timeline | None) -> Iterator[str]:
+    """All that the events say, as text."""
     yield f"{_title(history)}. {_about(history)}"
     if history.restarts:
-        heads = ("RESTART", "ITERATION", "SOURCE", "LOST", "SECONDS", "CAUSE")
+        heads = ("RESTART", "ITERATION", "RESTORED", "LOST", "SOURCE", *map(str.upper, PARTS), "SUM", "CAUSE")
         yield aligned([heads, *map(_row, history.restarts)], len(heads))
+    for name, text in {**costs(history), **_protection(history)}.items():
+        yield f"{name}: {text}"
     if timeline is not None:
         yield f"iteration {timeline.iteration + 1}: {timeline.summary}"
+    else:
+        yield f"no timeline of an iteration: {REMEDY}"
+    for name, alarm in sorted(history.alarms.items(), key=lambda item: item[1].first_at):
+        first = f"first after {alarm.first_at - history.began_at:.1f} s from {listed(sorted(alarm.who))}"
+        yield f"warning: {name}: {count(alarm.num, 'time')}, {first}: {alarm.detail}"
+    yield from dict.fromkeys(map(_hardware, history.conditions))
     for note in dict.fromkeys([*history.notes, *(timeline.notes if timeline is not None else ())]):
         yield f"note: {note}"
 
 
 def _row(one: Recovery) -> tuple[str, ...]:
-    secs = f"{one.total_secs:.1f}" if one.is_failure and one.trained else "-"
-    cause = one.cause if one.is_failure else f"launched again; {one.cause}"
-    return one.name, str(one.iteration), one.source, str(one.iterations_lost), secs, cause
-
-
-def _timeline(history: RunHistory, iteration: int | None = None) -> Timeline | None:
-    """The timeline of ``iteration``; None if none is named and there is none."""
-    with nullcontext() if iteration is not None else suppress(EventLogError):
-        return read_timeline(history, iteration)
-    return None
+    secs = [f"{value:.1f}" if one.is_failure else "-" for value in one.parts.values()]
+    total = f"{one.total_secs:.1f}" if one.is_failure and one.trained else "-"
+    texts = [one.cause if one.is_failure else f"launched again; {one.cause}", one.nodes, one.layout]
+    restored = str(one.restored_iteration) if one.source != "nothing" else "nothing"
+    cause = "; ".join(filter(None, texts))
+    return one.name, str(one.iteration), restored, str(one.iterations_lost), one.source, *secs, total, cause
 
 
 def _title(history: RunHistory) -> str:
     num_launches = len(history.restarts) - len(history.failures)
     launches = f", {count(num_launches, 'new launch', 'new launches')}" if num_launches else ""
     return f"{history.job or 'A job'}: {count(len(history.failures), 'restart')}{launches}"
-
-
-def _tone(history: RunHistory) -> str:
-    last = history.attempts[-1:]
-    return "plain" if last and last[0].ended_well and all(one.trained for one in history.restarts) else "bad"
 
 
 def _about(history: RunHistory) -> str:
@@ -169,23 +125,39 @@ def _origin(source: str) -> str:
     return "storage" if source == "storage" else "memory and storage"
 
 
-def _tiles(history: RunHistory) -> dict[str, str]:
-    tiles = {}
+def costs(history: RunHistory) -> dict[str, str]:
+    """The costs of failures and of snapshots."""
+    found = {}
     if failures := history.failures:
         lost = sum(restart.iterations_lost for restart in failures)
-        tiles[f"finished iterations lost in {count(len(failures), 'failure')}"] = str(lost)
+        found[f"finished iterations lost in {count(len(failures), 'failure')}"] = str(lost)
     if loads := [one.parts["load"] + one.parts["rebuild"] for one in history.restarts if one.source != "nothing"]:
-        tiles["median time to load a snapshot"] = f"{median(loads):.2f} s"
+        found["median time to load a snapshot"] = f"{median(loads):.2f} s"
     if blocked := history.blocked.values():
-        cost = median(one.boundary + one.fence for one in blocked)
-        tiles["median blocked time per snapshot"] = f"{cost * 1e3:.1f} ms"
-    return tiles
+        cost, slowest = median(one.boundary + one.fence for one in blocked), max(one.slowest for one in blocked)
+        found["median blocked time per snapshot"] = f"{cost * 1e3:.1f} ms (longest, any rank: {slowest * 1e3:.1f} ms)"
+    if history.iteration_secs:
+        found["median iteration"] = f"{history.iteration_secs:.3f} s"
+    return found
 
 
-def _replace_file(path: Path, text: str) -> None:
-    """Replaces a file atomically, so that no reader sees a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with fresh_name(path) as temporary:
-        # JSON may contain lone surrogates, which cannot be encoded.
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        temporary.replace(path)
+def _protection(history: RunHistory) -> dict[str, str]:
+    found, event = {}, history.protection
+    if event is not None:
+        try:
+            survived = [f"{one['survived']} of {one['cases']} cases of {one['lost']}" for one in event["failures"]]
+            memory = human(event["memory_per_node"]["sum"])
+            found["protection"] = f"{', '.join(map(str, event['modes'])) or 'none'}; {memory} on the fullest node"
+            found["survived losses"] = ", ".join(survived) or "none"
+        except (KeyError, TypeError, AttributeError, ValueError):
+            found["protection"] = "the event that describes it is malformed"
+    if lags := [secs for attempt in history.attempts for secs in attempt.lags()]:
+        found["median time until a snapshot was protected"] = f"{median(lags):.2f} s"
+    return found
+
+
+def _hardware(line: Mapping[str, Any]) -> str:
+    memory, versions = line.get("memory_bytes"), line.get("versions")
+    gib = f", {memory / 2**30:.0f} GiB" if isinstance(memory, int) and memory else ""
+    named = ", ".join(f"{name} {num}" for name, num in versions.items()) if isinstance(versions, dict) else "unknown"
+    return f"hardware: {line.get('cpu')}, {line.get('cores')} cores{gib}; trained on {line.get('device')}; {named}"

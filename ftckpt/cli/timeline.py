@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 IDLE = ("start", "window", "tail")
 """Kinds of span in which a rank neither computes nor waits in the fence."""
 
-PLACES: Mapping[str, tuple[str, ...]] = {
-    "windows": IDLE,
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "fence": ("boundary", "fence"),
-}
-"""Parts of an iteration for which copied bytes are summed, as kinds of span."""
-
 REMEDY = "run with --ftckpt-events DIR and a --ftckpt-timeline-interval above 0"
 _MAX_NAMED = 20
 
@@ -73,13 +65,15 @@ class RankTimeline:
         """The coordinates as a name, the stage first: ``pp1 tp0 dp0``."""
         return " ".join(f"{name}{self.coords[name]}" for name in sorted(self.coords, key=lambda name: name != "pp"))
 
-    def secs_of(self, *kinds: str) -> float:
-        """Seconds spent in spans of these kinds."""
-        return sum(span.end - span.begin for span in self.spans if span.kind in kinds)
+    @property
+    def fence_secs(self) -> float:
+        """Seconds spent in fences."""
+        return sum(span.end - span.begin for span in self.spans if span.kind == "fence")
 
-    def bytes_of(self, place: str) -> int:
-        """Bytes copied at one of ``PLACES``."""
-        return sum(self.moved_bytes.get(kind, 0) for kind in PLACES[place])
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes copied while the rank was idle."""
+        return sum(self.moved_bytes.get(kind, 0) for kind in IDLE)
 
     @property
     def total_bytes(self) -> int:
@@ -105,10 +99,10 @@ class Timeline:
     def summary(self) -> str:
         """One sentence: the share copied in windows, and the longest fence."""
         total = sum(rank.total_bytes for rank in self.ranks)
-        hidden = sum(rank.bytes_of("windows") for rank in self.ranks)
+        hidden = sum(rank.hidden_bytes for rank in self.ranks)
         copied = f"{hidden / total:.1%} of {human(total)} were copied in windows" if total else "nothing was copied"
-        slowest = max(self.ranks, key=lambda rank: rank.secs_of("fence"))
-        return f"{copied}; the longest fence took {slowest.secs_of('fence') * 1e3:.2f} ms, on rank {slowest.rank}"
+        slowest = max(self.ranks, key=lambda rank: rank.fence_secs)
+        return f"{copied}; the longest fence took {slowest.fence_secs * 1e3:.2f} ms, on rank {slowest.rank}"
 
 
 def parse_rank(line: Mapping[str, Any], node: str = "") -> RankTimeline:

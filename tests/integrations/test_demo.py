@@ -19,7 +19,7 @@ from ftckpt.cli.recovery import PARTS
 from launch import demo
 from launch.demo_job import FRAMEWORKS, LIMIT, SHRINK, Run, Strike
 from tests.support.errors import raises
-from tests.support.event_logs import RunLogs, check_page
+from tests.support.event_logs import RunLogs
 from tests.support.processes import RunError, environment, kill_all, running
 from tests.support.waiting import until
 
@@ -75,8 +75,6 @@ def with_faults(folder: Path, *names: str, lines: list[dict[str, Any]], shards: 
         marks = [fault.marker_of(rank) for fault in strike.plan()[:1] for rank in strike.ranks] or [strike.marker]
         for mark in marks:
             mark.write_text(json.dumps({"time": 100.0 * number + 4, "iteration": 3, "ranks": [1], "shards": shards}))
-        fault = {"event": "fault", "time": 100.0 * number + 4, "name": strike.name, "iteration": 3, "ranks": [1]}
-        logs.write("demo", fault)
         built = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.1, "sources": {"peer_parity": {}}}
         between = [built] if strike.scene.rank is None else []
         source = "peer_parity" if between else "memory"
@@ -95,42 +93,35 @@ def test_a_lost_shard_that_was_not_rebuilt_is_an_error(tmp_path: Path) -> None:
 
 def concluded(
     runs: list[Run], out: Path, capsys: pytest.CaptureFixture[str], **findings: Any
-) -> tuple[int, list[str], str]:
-    """Exit code, lines and page of a demo that has shown this."""
+) -> tuple[int, list[str]]:
+    """Exit code and lines of a demo that has shown this."""
     summary = demo.summarize(FRAMEWORKS["megatron"], demo.Findings(runs, **findings))
     code = demo.conclude(summary, runs, out, ["--scene", "<script>"])
     assert json.loads((out / "summary.json").read_text())["bit_exact"] == summary["bit_exact"]
-    text = (out / "report.html").read_text()
-    check_page(text)
-    return code, capsys.readouterr().out.splitlines(), text
+    return code, capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_report_and_verdict(equal: bool, reference: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict(equal: bool, reference: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = with_faults(tmp_path, "rank", lines=REFERENCE if equal else [*REFERENCE, line(2, 4.75)])
     comparison = demo.compare(reference, run)
-    code, lines, text = concluded(
-        [reference, run], tmp_path, capsys, comparison=comparison, faults=demo.costs_of(run)
-    )
+    code, lines = concluded([reference, run], tmp_path, capsys, comparison=comparison, faults=demo.costs_of(run))
     assert code == (0 if equal else 1)
     if equal:
-        assert lines[0] == f"demo: bit-exact, 1 fault survived, report in {tmp_path / 'report.html'}"
-        assert "<h1>Bit-exact after 1 fault<" in text
+        assert lines[0] == f"demo: bit-exact, 1 fault survived; see ftckpt report {run.folder}"
     else:
         assert lines[0].startswith("demo: loss of iteration 2: ")
         assert lines[-2].startswith("demo: NOT bit-exact, 1 difference")
-        assert "<h1>Not bit-exact after 1 fault<" in text and "loss of iteration 2" in text
     assert json.loads(lines[-1]) == {"framework": "Megatron-core", "faults": 1, "bit_exact": equal}
-    assert "hashes of final tensors compared" in text and "launch/demo.sh --scene &#39;&lt;script&gt;&#39;" in text
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "PREPARES megatron,metrics,report"),
-        (["--scene", "all"], "PREPARES megatron,metrics,report"),
-        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed,metrics,report"),
-        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed,metrics,report"),
+        ([], "PREPARES megatron,metrics"),
+        (["--scene", "all"], "PREPARES megatron,metrics"),
+        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed,metrics"),
+        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed,metrics"),
         (["--framework", "jax"], "FAILS --framework: 'jax' is not one of megatron, deepspeed"),
     ],
 )
@@ -183,13 +174,12 @@ def test_a_scene_with_deepspeed(tmp_path: Path) -> None:
         assert owned(owner) == []
     told = ("demo: ", "reference  ", "faulted    ", "fault  killed at", " rank  ", '{"framework"')
     assert [line for line in output.splitlines() if not line.startswith(told)] == [], "DeepSpeed's is in the logs"
-    assert output.splitlines()[-2].startswith("demo: bit-exact, 1 fault survived, report in ")
+    assert output.splitlines()[-2].startswith("demo: bit-exact, 1 fault survived; ")
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["framework"] == "DeepSpeed" and "deepspeed" in found["conditions"][0]["versions"]
     assert all(found["num_tensors_compared"][kind] >= 8 for kind in demo.KINDS)
     (fault,) = found["faults"]
     assert fault["iteration"] == 4 and 0 <= fault["iterations_lost"] <= 3
-    assert "DeepSpeed: PipelineModule" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -200,18 +190,17 @@ def test_the_whole_demo(tmp_path: Path, framework: str) -> None:
         output, _ = child.communicate(timeout=800)
         assert child.returncode == 0, output
         assert owned(owner) == []
-    assert output.splitlines()[-2].startswith("demo: bit-exact, 4 faults survived, report in ")
+    assert output.splitlines()[-2].startswith("demo: bit-exact, 4 faults survived; ")
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["bit_exact"] is True
     assert [fault["name"] for fault in found["faults"]] == ["rank", "writing", "all", "node"]
-    assert (tmp_path / "trace.json").exists()
     logs = [path.read_text() for path in (tmp_path / "faulted").glob("node*.log")]
     assert len(logs) == 3 and not any("workers are started as new processes" in log for log in logs)
     *killed, lost = found["faults"]
     for fault in killed:
         assert (fault["source"], fault["rebuilt_shards"]) == ("memory", [])
         assert 0 <= fault["iterations_lost"] <= 9  # from one fault to the next: snapshots wait for protection
-    assert "peer_parity" in lost["source"] and len(lost["rebuilt_shards"]) == len(lost["ranks"]) == 4
+    assert "peer_parity" in lost["source"] and len(lost["rebuilt_shards"]) == 4
     assert lost["rebuilt_bytes"] > 5e5 and lost["parts"]["rebuild"] > 0
     for fault in found["faults"]:
         assert 0 < fault["total_secs"] < 120

@@ -1,15 +1,12 @@
-"""Event logs: read and checked against the table of events, or made up for runs that never trained; and pages."""
+"""Event logs: read and checked against the table of events, or made up for runs that never trained."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -136,39 +133,6 @@ class Logs:
         _append(self.directory / f"rank{rank}.jsonl", lines)
 
 
-class Page(HTMLParser):
-    """Collects tags that are not closed, whatever a browser would fetch, and figures."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.figures: list[bytes] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            start, comma, data = str(value).partition(",")
-            if (tag, name, start, comma) == ("img", "src", "data:image/png;base64", ","):
-                self.figures.append(base64.b64decode(data, validate=True))
-            elif name in ("src", "href", "xlink:href", "srcset", "data"):
-                self.fetched.append(str(value))
-        if tag not in ("meta", "br", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def check_page(text: str) -> Page:
-    """A page that is closed and fetches nothing, with figures that are images."""
-    parsed = Page(text)
-    assert (parsed.open, parsed.fetched) == ([], [])
-    assert all(figure.startswith(b"\x89PNG") for figure in parsed.figures)
-    assert not re.search(r"url\(|@import|https?:|<script|<!--", text, re.IGNORECASE)
-    return parsed
-
-
 class RunLogs:
     """Logs of a run of two ranks on two nodes: attempts, each with a joined, a restore of 0.2 s and a boundary a
     second, which rank 1 reaches a bit later; snapshots are copied after 0.5 s and protected after 1.5 s."""
@@ -207,9 +171,6 @@ class RunLogs:
 
     def write(self, name: str, *events: dict[str, Any]) -> None:
         _append(self.directory / f"{name}.jsonl", events)
-
-    def losses(self, *iterations: int) -> None:
-        _append(self.run / "log.jsonl", [{"iteration": n, "loss": 5.0 - n / 8, "lr": 0.1} for n in iterations])
 
 
 PROTECTION = {

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.multiproc
 
 ROOT = Path(__file__).resolve().parents[3]
-EXTRAS = ("yaml", "matplotlib", "jinja2", "obstore", "zstandard", "prometheus_client", "safetensors")
+EXTRAS = ("yaml", "obstore", "zstandard", "prometheus_client", "safetensors")
 WITHOUT = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS!r}))  # an import of them fails\n"
 DEADLINE_SECS = 150.0
 
