@@ -217,9 +217,7 @@ EVENTS: dict[str, EventKind] = {
     "corrupt": _loud(
         "bytes in memory do not match their checksums", arena="name", slot="index", iteration=_ITERATION,
         file="of parity or a package", what="corrupt parts",
-        repairable="those that parity can reconstruct at a restart",
     ),
-    "repaired": _quiet("parity or a package was rebuilt", arena="name", iteration=_ITERATION, what="corrupt parts"),
     "scrubbed": _quiet("all snapshots in memory were checked", secs="it took", bytes="read"),
     "peer_lost": _loud("the SMP of another node does not respond", node="name", reason="why"),
     "peer_refused": _loud("a caller did not prove the job's secret", address="of the caller", reason="why"),

@@ -206,17 +206,6 @@ class Encoder:
             received_bytes=self.sources.received_bytes - received_bytes,
         )
 
-    def prove(self, snapshot: SnapshotId) -> Work[None]:
-        """Mark the slots of ``snapshot`` encoded if all parts exist from an earlier run and are valid."""
-        slots = [slot for arena in self.sources.arenas.all if (slot := arena.find(snapshot)) is not None]
-        for shard in self._shards():
-            if not (yield from self._has_sound_package(shard, snapshot)):
-                reason = f"the package of {shard} from before does not verify"
-                self._events.emit("not_covered", iteration=snapshot.iteration, reason=reason)
-                return
-        if self.is_complete(snapshot):
-            self._mark_encoded(snapshot, slots)
-
     def is_complete(self, snapshot: SnapshotId) -> bool:
         """Whether this node has its complete part for ``snapshot``. Packages are not read, and so may be invalid."""
         node_dir = self.sources.arenas.node_dir
@@ -245,12 +234,10 @@ class Encoder:
             if not self.is_complete(snapshot):
                 self.revoke(snapshot)
 
-    def revoke_all(self) -> list[SnapshotId]:
-        """Revoke and return all: an earlier SMP's claims count once they are verified."""
-        claims = list(self.encoded())
-        for snapshot in claims:
+    def revoke_all(self) -> None:
+        """Revoke all: the claims of an earlier SMP count once they are verified."""
+        for snapshot in self.encoded():
             self.revoke(snapshot)
-        return claims
 
     def _shards(self) -> list[str]:
         """The shards whose packages this node stores."""

@@ -103,8 +103,6 @@ class TaskQueue:
         self._pulse = Heartbeat.open(node_dir, None)
         self._description: dict[str, Any] | None = None
         self._target = Target()
-        # Snapshots that an earlier SMP, or this one for other groups, marked encoded; the first is being proven.
-        self._claims: list[SnapshotId] = []
         self._tasks = Tasks()
         self._next_scan = 0.0
         self._reported: set[str] = set()
@@ -168,8 +166,8 @@ class TaskQueue:
         self._workers, self.service.pace = workers, workers.pace
         self.arenas.want(arenas)
         self._refresh()
-        # Packages may have become corrupt since: each is verified before a claim counts again.
-        self._claims = list(dict.fromkeys([*self._claims, *self._workers.encoder.revoke_all()]))
+        # An earlier SMP, or this one for other groups, marked them: the target's parts are verified and used again.
+        self._workers.encoder.revoke_all()
 
     def step(self, deadline: float) -> bool:
         """Work until ``deadline`` (``time.monotonic``) or until idle; returns whether anything was done."""
@@ -200,7 +198,6 @@ class TaskQueue:
             "cannot": {**(_named(snapshot) or {}), "reason": problem} if problem else None,
             "encoding": self._tasks.encode.active,
             "checked": workers.checker.checked,
-            "repaired": workers.scrubber.repaired,
             "flushing": _named(flushed if flush_state is not FlushState.DONE else None),
             "storage": self.flushes.status,
             "network": {**asdict(workers.forecast.limit), "wait_secs": round(workers.forecast.wait_secs, 3)},
@@ -226,9 +223,7 @@ class TaskQueue:
             self._cancel()
             self._refresh()
         target = self.arenas.common_mark(ControlBlock.target)
-        self._start_proof(target)
-        # A claimed target is not encoded before its claim is verified or rejected.
-        if target != self._target.snapshot and target not in self._claims:
+        if target != self._target.snapshot:
             self._start_encoding(target)
         self.flushes.want(self.arenas.common_mark(ControlBlock.flush))
         # In this order: the checker forgets a corrupt slot whose file was replaced.
@@ -237,11 +232,6 @@ class TaskQueue:
         # Scrubbing is not urgent: it never delays work that trainers wait for.
         if not self.busy and self._workers.scrubber.due:
             self._tasks.scrub.start(self._workers.scrubber.run())
-
-    def _start_proof(self, target: SnapshotId | None) -> None:
-        if self._claims and not self._tasks.prove.active:
-            self._claims.sort(key=lambda claim: claim != target)  # trainers wait for the target's
-            self._tasks.prove.start(self._workers.encoder.prove(self._claims[0]))
 
     def _start_encoding(self, target: SnapshotId | None) -> None:
         # Trainers wait for the new target, and may overwrite slots of the old one.
@@ -298,8 +288,6 @@ class TaskQueue:
                 self._pulse.tell_rest(workers.share.due_secs)
                 workers.forecast.note(workers.encoder.sources.received_bytes, time.monotonic())
                 self._pulse.tell_wait(workers.forecast.wait_secs)
-            if task is tasks.prove and not task.active:
-                self._claims.pop(0)
         if task is tasks.scrub:
             if self._target.snapshot in workers.scrubber.lost:
                 self._target = Target()  # encode it again

@@ -12,8 +12,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from ftckpt.errors import ProtectionUnavailableError
-
 T = TypeVar("T")
 
 Work = Generator[float, None, T]
@@ -61,12 +59,12 @@ class Task:
 
 
 class Tasks:
-    """The tasks of an SMP and their order: checksums, encoding and proofs take turns, step by step, so that none
-    starves; scrubbing is not urgent and runs while no other task is active."""
+    """The tasks of an SMP and their order: checksums and encoding take turns, step by step, so that neither starves;
+    scrubbing is not urgent and runs while no other task is active."""
 
     def __init__(self) -> None:
-        self.check, self.encode, self.prove, self.scrub = Task(), Task(), Task(), Task()
-        self._turns = deque((self.check, self.encode, self.prove))
+        self.check, self.encode, self.scrub = Task(), Task(), Task()
+        self._turns = deque((self.check, self.encode))
 
     @property
     def active(self) -> bool:
@@ -83,28 +81,6 @@ class Tasks:
         """Cancel all."""
         for task in (*self._turns, self.scrub):
             task.stop()
-
-
-def within(work: Work[T], secs: float) -> Work[T]:
-    """Run ``work`` for at most ``secs``.
-
-    Raises:
-        ProtectionUnavailableError: the time is over.
-    """
-    deadline = time.monotonic() + secs
-    try:
-        while True:
-            try:
-                wait_secs = next(work)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            yield wait_secs
-            if time.monotonic() >= deadline:
-                raise ProtectionUnavailableError(f"not done in {secs:g} s")
-    finally:
-        # Cancels requests of unfinished work.
-        work.close()
 
 
 def in_thread(action: Callable[[], T]) -> Work[T]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from ftckpt.memory.checks import CheckState
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.package import mirror_dir
 from ftckpt.memory.parity_file import ParityFile
@@ -308,28 +307,6 @@ def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
     cluster.configure(scrub_secs=0.1)
     for each in cluster.smps:
         each.start()
-    until(lambda: smp.events.of("repaired"), "the block is computed anew")
+    until(lambda: smp.events.of("corrupt"), "the block is noticed")
     until(lambda: node.packages(1) == ["dp0", "dp1", "dp2"] and cluster.encoded(1), "the package comes again")
     assert cluster.check(1) >= 3
-
-
-def test_packages_of_a_protected_snapshot_are_pulled_again_or_it_is_revoked(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ftckpt.smp.scrub._REMOTE_SECS", 0.5)
-    cluster.build([[0], [1]], PEER, scrub_secs=0.1)
-    cluster.encode(0, 1)
-    node, smp = cluster.nodes[0], cluster.smps[0]
-    for each in cluster.nodes:
-        each.protected(1)
-    cluster.target(-1)
-    until(lambda: not smp.tasks.status()["target"], "no target any more")
-    package = next(mirror_dir(node.dir).glob("dp1.*"))
-    package.write_bytes(package.read_bytes()[:-1])
-    until(lambda: smp.events.of("repaired"), "repaired")
-    assert node.packages(1) == ["dp0", "dp1"] and node.encoded(1)
-    cluster.smps[1].pause()
-    cluster.smps[1].end()
-    package.write_bytes(package.read_bytes()[:-1])
-    until(lambda: not package.exists(), "nobody has it any more")
-    assert node.states(1) == [CheckState.CHECKED]

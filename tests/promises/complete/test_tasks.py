@@ -334,7 +334,6 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
         smp.encode(iteration - 7, iteration)
         node.protected(iteration)
     smp.pause()
-    node.target(-1)
     read: list[str] = []
     may_go_on = Event()
 
@@ -352,8 +351,8 @@ def test_configure_reads_no_package_and_nothing_counts_before_they_are_read(
     node.snapshot(2, 9)
     until(lambda: node.checked(9), "other tasks go on meanwhile")
     may_go_on.set()
-    until(lambda: node.encoded(8), "proven, without a target")
-    assert smp.events.of("covered")[2:] == [] and smp.events.of("not_covered") == []
+    until(lambda: node.encoded(8), "encoded again")
+    assert smp.events.of("not_covered") == []
 
 
 def kept_iterations(node: Node) -> set[int]:
@@ -558,68 +557,46 @@ class TestScrub:
         smp.encode(0, 7)
         smp.pause()
         smp.configure(describe(node, [node], NODE, {}, scrub_secs=0.3))
-        until(lambda: not smp.tasks.step(time.monotonic() + 0.05) and node.encoded(7), "proven, and no scrub runs")
+        until(lambda: not smp.tasks.step(time.monotonic() + 0.05) and node.encoded(7), "encoded again, no scrub runs")
         return smp
 
-    def test_a_bad_chunk_is_told_and_left_to_a_restart(self, node: Node, encoded: Smp) -> None:
+    @pytest.mark.parametrize("target", [7, -1])
+    def test_bad_chunks_are_told_once_and_refuse_a_target(self, node: Node, encoded: Smp, target: int) -> None:
         """The trainer may take the slot over at any moment: whoever writes into it then spoils another snapshot."""
         arena, last = node.arenas[1], len(node.arenas[1].image.chunks) - 1
         for chunk in (0, 3, last):
             flip_slot(arena, 0, arena.image.chunks[chunk].begin + 9)
-        before = bytes(arena.slot(0))
+        before, covered = bytes(arena.slot(0)), len(encoded.events.of("covered"))
         node.protected(7)
+        node.target(target)
         encoded.start()
         until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
-        assert bytes(arena.slot(0)) == before and encoded.events.of("repaired") == []
+        assert bytes(arena.slot(0)) == before
         assert arena.verify(0).names == [f"chunk {chunk}" for chunk in (0, 3, last)]
         [corrupt] = encoded.events.of("corrupt")
-        assert corrupt["repairable"] == corrupt["what"] == [f"chunk {chunk}" for chunk in (0, 3, last)]
-        assert node.encoded(7) and encoded.tasks.cannot is None
+        assert corrupt["what"] == [f"chunk {chunk}" for chunk in (0, 3, last)]
+        until(lambda: encoded.tasks.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
+        assert node.encoded(7) is (target == -1)
+        assert len(encoded.events.of("covered")) == covered, "it is not claimed again in between"
 
     @pytest.mark.parametrize("target", [7, -1])
-    def test_two_bad_chunks_of_a_stripe_are_told_once_and_revoke_the_snapshot(
-        self, node: Node, encoded: Smp, target: int
-    ) -> None:
-        node.target(target)
-        node.protected(7)
-        for arena in node.arenas[1:]:
-            for span in arena.image.chunks[: arena.image.num_stepped_chunks]:
-                flip_slot(arena, 0, span.begin)
-        encoded.start()
-        until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
-        assert node.states(7) == [CheckState.CHECKED] * 3
-        events = encoded.events.of("corrupt")
-        assert len(events) == 2 and all(set(event["repairable"]) < set(event["what"]) for event in events)
-        assert all(arena.verify(0) for arena in node.arenas[1:])
-        until(lambda: encoded.tasks.cannot == (SnapshotId(LINEAGE, 7) if target == 7 else None), "given up")
-        assert len(encoded.events.of("covered")) == 1, "it is not claimed again in between"
-
-    def test_parity_that_cannot_be_made_again_revokes_the_snapshot(self, node: Node, encoded: Smp) -> None:
-        node.protected(7)
-        node.target(-1)
-        for arena in node.arenas[1:]:
-            flip_slot(arena, 0, arena.image.chunks[0].begin)
-        path = parity_of(node.arenas[0].path, "node", 7).path
-        with closing(ParityFile.open(path, writable=True)) as file:
-            file.block(0)[3] ^= 1
-        encoded.start()
-        until(lambda: len(encoded.events.of("scrubbed")) >= 2, "scrubbed")
-        assert node.states(7) == [CheckState.CHECKED] * 3 and path.exists(), "its other blocks are still of use"
-
-    def test_bad_parity_is_computed_anew(self, node: Node, encoded: Smp) -> None:
+    def test_bad_parity_of_a_target_is_computed_again(self, node: Node, encoded: Smp, target: int) -> None:
         with closing(parity_of(node.arenas[0].path, "node", 7)) as file:
             path, blocks = file.path, file.num_blocks
+        node.protected(7)
+        node.target(target)
+        covered = len(encoded.events.of("covered"))
+        with closing(ParityFile.open(path, writable=True)) as file:
+            for block in range(blocks):
+                file.block(block)[3] ^= 1
         encoded.start()
-        for times in (1, 2):
-            with closing(ParityFile.open(path, writable=True)) as file:
-                for block in range(blocks):
-                    file.block(block)[3] ^= 1
-            until(lambda times=times: len(encoded.events.of("repaired")) == blocks * times, "repaired")
-            # A run that finds nothing bad: what goes bad after it is new.
-            runs = len(encoded.events.of("scrubbed"))
-            until(lambda runs=runs: len(encoded.events.of("scrubbed")) >= runs + 2, "scrubbed")
-        assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
-        assert len(encoded.events.of("corrupt")) == blocks * 2
+        until(lambda: len(encoded.events.of("scrubbed")) >= 3, "scrubbed")
+        assert len(encoded.events.of("corrupt")) == blocks
+        if target == 7:
+            until(lambda: len(encoded.events.of("covered")) == covered + 1, "encoded again")
+            assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
+        else:
+            assert path.exists(), "its other blocks are still of use"
 
     @pytest.mark.parametrize(("damage", "at"), [("header", 20), ("record", HEADER_BYTES + 10), ("file", None)])
     def test_parity_that_nobody_could_read_is_written_anew(
@@ -634,19 +611,20 @@ class TestScrub:
             with path.open("r+b") as raw:
                 raw.seek(at)
                 raw.write(b"\xa5")
+        covered = len(encoded.events.of("covered"))
         encoded.start()
-        until(lambda: len(encoded.events.of("covered")) == 2, "encoded again")
+        until(lambda: len(encoded.events.of("covered")) == covered + 1, "encoded again")
         assert check_parity([node], NODE, 7) > 5 and node.encoded(7)
         assert [event["what"] for event in encoded.events.of("corrupt")] == ([] if at is None else [[damage]])
         assert [event["reason"] for event in encoded.events.of("not_covered")] == [
             "a package or a parity file is gone"
         ]
 
-    def test_a_bad_package_is_packed_again(self, node: Node, encoded: Smp) -> None:
+    def test_a_bad_package_of_a_target_is_packed_again(self, node: Node, encoded: Smp) -> None:
         path = next(mirror_dir(node.dir).glob("dp1.*"))
         data = bytearray(path.read_bytes())
         data[200] ^= 1
         path.write_bytes(data)
         encoded.start()
-        until(lambda: encoded.events.of("repaired"), "repaired")
-        assert node.packages(7) == ["dp0", "dp1", "dp2"] and node.encoded(7)
+        until(lambda: encoded.events.of("corrupt"), "noticed")
+        until(lambda: node.packages(7) == ["dp0", "dp1", "dp2"] and node.encoded(7), "packed again")
