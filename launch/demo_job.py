@@ -283,13 +283,13 @@ def clean(job: str) -> None:
             time.sleep(_POLL_SECS)
 
 
-def agent_environment(folder: Path) -> dict[str, str]:
-    """The environment of the agents of a run that writes to ``folder``."""
+def agent_environment() -> dict[str, str]:
+    """The environment of the agents of a run."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
     env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    # Warnings of these faults do not belong into the user's directory.
-    return {**env, "XDG_STATE_HOME": str((folder / "state").resolve())}
+    return {
+        **env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)
+    }  # fmt: skip
 
 
 def free_endpoint() -> str:
@@ -301,7 +301,7 @@ def free_endpoint() -> str:
 
 def _starter(run: Run, processes: Processes, plan: Path) -> Callable[[str], None]:
     """A function that starts the agent of a node; the first node hosts the rendezvous and is never lost."""
-    env = {**agent_environment(run.folder), faults.PLAN_VAR: str(plan.resolve())}
+    env = {**agent_environment(), faults.PLAN_VAR: str(plan.resolve())}
     endpoint = free_endpoint()
     outputs = ["--log-file", str(run.log.resolve()), "--dump-final", str(run.final.resolve())]
     if run.digested is not None:

@@ -50,5 +50,5 @@ deadline=$((SECONDS + CLEAN_SECS))
 until said=$("$PYTHON" -m ftckpt.cli.main clean "$JOB" --arena "$ARENA" 2>&1 >/dev/null) || ((SECONDS >= deadline)); do
     sleep 0.5
 done
-[ -z "$said" ] || say "$said" # where the log of this SMP is kept, or why memory stays
+[ -z "$said" ] || say "$said" # warnings of this SMP, or why memory stays
 end_smp

@@ -42,12 +42,6 @@ def as_flags() -> None:
     errors.settings_are_written(errors.SettingSyntax.FLAG)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def logs_of_smps(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Go where those of tests do, and not to the user's."""
-    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
-
-
 @pytest.fixture
 def arena_root() -> Iterator[Path]:
     """A directory of its own on a tmpfs."""

@@ -19,8 +19,8 @@ from ftckpt.errors import ArenaError
 from ftckpt.events import log
 from ftckpt.memory.atomic_files import UNFINISHED, remove_unfinished, replace_link
 from ftckpt.memory.locks import JOB_LOCK_NAME, FileLock, JobLock, holder_of
-from ftckpt.memory.log_archive import SmpLog, keep_logs, take_log
 from ftckpt.memory.process import Process
+from ftckpt.memory.smp_log import SMP_LOG_NAME, TOLD_NAME, LogTail
 from ftckpt.model.manifest import Manifest
 from ftckpt.setting_checks import is_name
 
@@ -29,10 +29,8 @@ PINNING_NAME = "pinning.lock"
 """The lock that serializes the registration of slots with the devices of a node's ranks."""
 PULSE_NAME = ".pulse"
 """The heartbeat page of a node's ranks and its SMP."""
-SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME = "smp.lock", "smp.sock", "smp.json", "smp.log"
-"""The node's SMP: lock, socket, configuration, log."""
-TOLD_NAME = ".told"
-"""A dangling link whose target says how much of the SMP's log trainers have searched for warnings."""
+SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME = "smp.lock", "smp.sock", "smp.json"
+"""The node's SMP: lock, socket, configuration."""
 TOKEN_NAME = ".word"
 """A dangling link to a token that a node's first rank writes: ranks that read it share its directory."""
 ENDS_NAME = ".ends"
@@ -45,6 +43,8 @@ MIRROR_NAME = ".mirror"
 """The directory in which the SMP keeps packages of shards of other nodes."""
 SMP_NAMES = (SMP_LOCK_NAME, SMP_SOCKET_NAME, SMP_STATE_NAME, SMP_LOG_NAME, TOLD_NAME, PULSE_NAME)
 """All files of the SMP in a node's directory, except ``.mirror``, unfinished files, and files in arenas."""
+_MOST_WARNINGS = 16
+"""Warnings of an SMP that are reported when its log is removed, the last ones."""
 _END_SECS = 10.0
 """Deadline for an SMP to exit; SIGKILL follows after half of it."""
 NODE_NAMES = (PINNING_NAME, TOKEN_NAME, ENDS_NAME, LINEAGE_NAME, INTERVAL_NAME, JOB_LOCK_NAME)
@@ -180,7 +180,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
     """Delete the node's directory, and the job's, if no arena is left; returns whether the node's is gone.
 
     Only the process that has the job's lock can do this; for any other it does nothing while the lock is taken. An
-    SMP that still runs has no arena to protect: it is stopped, and its log archived if it contains warnings.
+    SMP that still runs has no arena to protect: it is stopped, and its warnings are logged.
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
@@ -188,13 +188,11 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
         is_held = holder_of(node_dir / JOB_LOCK_NAME) not in (None, os.getpid())
         if _beside_own_files(node_dir) or is_held or not end_smp(node_dir, _END_SECS):
             return False
-        smp_log = take_log(node_dir / SMP_LOG_NAME, job, node)
+        _tell_warnings(node_dir, log.warning)
         try:
             return _remove_node(node_dir)
         except OSError:  # the job has ended well: ``ftckpt clean`` removes the rest, and raises
             return False
-        finally:
-            keep_logs([smp_log])
     with suppress(OSError):  # deleted by another node name of this host, or not empty
         node_dir.parent.rmdir()
     return True
@@ -234,7 +232,7 @@ def _remove_empty(directory: Path) -> bool:
 def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> list[Path]:
     """Delete every arena of ``job`` on this machine and stop its SMPs; returns the deleted arenas.
 
-    Foreign files stay. ``tell`` receives a line for each of them and for each SMP log with warnings that is archived.
+    Foreign files stay. ``tell`` receives a line for each of them, and for each warning of an SMP.
 
     Raises:
         ArenaError: a live process has a lock of the job, an SMP does not exit, or the directory belongs to another
@@ -250,12 +248,11 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     temporaries = [path for node_dir in node_dirs for path in _temporaries(node_dir, "")]
     others = [path for path in sorted(job_dir.iterdir()) if path not in node_dirs]
     others += [p for node_dir in node_dirs for p in _beside_own_files(node_dir) if p not in arenas + temporaries]
-    logs: list[SmpLog] = []
     with ExitStack() as locks:
-        locks.callback(keep_logs, logs, tell)  # runs last, after the locks are released, and on errors too
         # All locks are acquired before the first deletion: no file is deleted while a process of the job lives.
         _stop_processes(locks, node_dirs, arenas + temporaries)
-        logs += [take_log(node_dir / SMP_LOG_NAME, job, node_dir.name) for node_dir in node_dirs]
+        for node_dir in node_dirs:
+            _tell_warnings(node_dir, tell)  # they go with the log
         for path in arenas:
             remove_arena(path)
         # All arenas of the job are gone: a process that starts on one node finds none under another node's name.
@@ -267,6 +264,11 @@ def clean_job(root: Path, job: str, tell: Callable[[str], None] = log.info) -> l
     for path in others:
         tell(f"ftckpt: kept {path}: ftckpt did not create it")
     return arenas
+
+
+def _tell_warnings(node_dir: Path, tell: Callable[[str], None]) -> None:
+    for warning in LogTail(node_dir).new_warnings()[-_MOST_WARNINGS:]:
+        tell(f"ftckpt: SMP of node {node_dir.name}: {warning}")
 
 
 def _stop_processes(locks: ExitStack, node_dirs: Collection[Path], arenas: Collection[Path]) -> None:

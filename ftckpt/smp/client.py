@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ftckpt.errors import FtckptError, PeerError, PeerTimeoutError, SmpError, VersionError
-from ftckpt.events import log
 from ftckpt.memory.directory import SMP_LOCK_NAME, end_smp
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.process import Process
@@ -78,11 +77,8 @@ class SmpClient:
         process = Process.open(pid)
         try:
             # Half of the time for the answer, half for the exit.
-            kept = self._call(EndRequest(), timeout_secs / 2).get("log")
+            self._call(EndRequest(), timeout_secs / 2)
             _wait_gone(self.node_dir, process, deadline)
-            if kept:
-                where = f"its log is kept in {kept}, if that can be written"
-                log.info("ftckpt: the SMP of node %s logged warnings: %s", self.node, where)
         except FtckptError:
             if not end_smp(self.node_dir, max(1.0, deadline - time.monotonic())):
                 raise

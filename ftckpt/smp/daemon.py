@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,6 @@ from ftckpt.memory.end_notes import tell, told_of
 from ftckpt.memory.heartbeat import Heartbeat, RankHeartbeat
 from ftckpt.memory.inventory import read_protection, take_inventory
 from ftckpt.memory.locations import OpenArenas
-from ftckpt.memory.log_archive import keep_logs, kept_path
 from ftckpt.memory.memory_limits import may_hang, used_bytes
 from ftckpt.model import codec
 from ftckpt.smp.exporter import Exporter
@@ -269,11 +268,7 @@ class Daemon:
 
     def _end(self, _request: EndRequest) -> dict[str, Any]:
         self._end_for(_OVER)
-        archived = ""
-        if self.log.text(self._lock.job, self._lock.node).is_loud:
-            with suppress(OSError):
-                archived = str(kept_path(self._lock.job, self._lock.node))
-        return {"pid": os.getpid(), "log": archived}
+        return {"pid": os.getpid()}
 
     def _end_for(self, reason: str) -> None:
         self._ending = self._ending or reason
@@ -289,6 +284,4 @@ class Daemon:
         self._lock.release(removes=is_over)
         self.events.close()
         log.removeHandler(self.log)
-        if is_over or self._ending == _REMOVED:  # else the remover archives it
-            keep_logs([self.log.text(self._lock.job, self._lock.node)])  # last: home may be on storage that hangs
         self.log.close()

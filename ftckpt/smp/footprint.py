@@ -20,14 +20,13 @@ from ftckpt.events import log
 from ftckpt.memory.atomic_files import remove_unfinished, replace_file
 from ftckpt.memory.directory import (
     SMP_LOCK_NAME,
-    SMP_LOG_NAME,
     SMP_STATE_NAME,
     node_directory,
     remove_job_if_empty,
     remove_smp_files,
 )
 from ftckpt.memory.locks import FileLock, holder_of
-from ftckpt.memory.log_archive import SmpLog, read_log
+from ftckpt.memory.smp_log import SMP_LOG_NAME
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object, guard_digest
 
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks are unmapped when freed
@@ -185,10 +184,6 @@ class BoundedLog(logging.Handler):
             self.trim()
         except (OSError, ValueError):
             pass  # a full tmpfs must not end the SMP
-
-    def text(self, job: str, node: str) -> SmpLog:
-        """The current contents, even if the file was removed."""
-        return SmpLog(job, node, read_log(self.fd))
 
     def trim(self) -> None:
         """Limit the size of the file, including output of the interpreter such as a fatal traceback."""

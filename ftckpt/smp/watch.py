@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
-import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
-from ftckpt.memory.atomic_files import read_link, replace_link
-from ftckpt.memory.directory import SMP_LOCK_NAME, SMP_LOG_NAME, TOLD_NAME, end_smp
+from ftckpt.memory.directory import SMP_LOCK_NAME, end_smp
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import holder_of
 from ftckpt.memory.page import pid_of
+from ftckpt.memory.smp_log import SMP_LOG_NAME, LogTail
 from ftckpt.smp import MAX_SILENT_SECS
 from ftckpt.smp.client import START_SECS, SmpClient, find_or_start
 
@@ -24,7 +19,6 @@ _MOST_WARNINGS = 16
 """Maximum warnings reported at a time."""
 _END_SECS = 10.0
 """Maximum wait for the exit of a hung SMP."""
-_LOUD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:WARNING|ERROR|CRITICAL) (?:ftckpt \S+: )?(.+)")
 
 
 class Watch:
@@ -62,6 +56,7 @@ class Watch:
         """Stop replacing SMPs; waits for one that is starting."""
         self._stopped.set()
         self._thread.join(timeout_secs)
+        self._tell_warnings()  # those since the last poll
 
     def _run(self) -> None:
         wait = self._every_secs
@@ -101,44 +96,3 @@ class Watch:
         secs, self._silent = self._silent * self._every_secs, 0
         self._report("smp_error", error=f"pid {holder} has had no heartbeat for {secs:.0f} s: it is replaced")
         return end_smp(self._client.node_dir, _END_SECS)
-
-
-class LogTail:
-    """Reads the warnings in the log of a node's SMP, each once: also those from before the first trainer, or while
-    none lived. A missing log has none."""
-
-    def __init__(self, node_dir: Path) -> None:
-        self._path, self._mark = node_dir / SMP_LOG_NAME, node_dir / TOLD_NAME
-        self._seen = 0, 0  # inode and length of the file at the last read
-        self._last = read_link(self._mark)  # the digest of the last reported line
-
-    def new_warnings(self) -> list[str]:
-        """Warnings since the last call, one line each, without their times."""
-        try:
-            found = os.stat(self._path)
-            if (found.st_ino, found.st_size) == self._seen:
-                return []
-            data = self._path.read_bytes()  # at most 256 KiB, see ``BoundedLog``
-            if _version(os.stat(self._path)) != _version(found):
-                return []  # it was cut in place during the read: what was read may be of two states
-        except OSError:
-            return []
-        self._seen = found.st_ino, found.st_size
-        # An incomplete line is read next time.
-        lines = data[: data.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
-        loud = [(_digest(line), match[1]) for line in lines if (match := _LOUD.match(line))]
-        told = [place for place, (digest, _) in enumerate(loud, 1) if digest == self._last]
-        loud = loud[told[-1] if told else 0 :]
-        if loud:
-            self._last = loud[-1][0]
-            with suppress(OSError):
-                replace_link(self._mark, self._last)
-        return [warning for _, warning in loud]
-
-
-def _version(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _digest(line: str) -> str:
-    return hashlib.blake2b(line.encode(), digest_size=16).hexdigest()

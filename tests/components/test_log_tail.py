@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.memory.directory import SMP_LOG_NAME
+from ftckpt.memory.directory import clean_job, node_directory
+from ftckpt.memory.smp_log import SMP_LOG_NAME, LogTail
 from ftckpt.smp.footprint import BoundedLog
-from ftckpt.smp.watch import LogTail
 from tests.support.errors import lacks
 
 
@@ -71,3 +71,14 @@ def test_a_log_that_is_cut_while_it_is_read_loses_and_repeats_nothing(
     monkeypatch.setattr(Path, "read_bytes", read)
     assert tail.new_warnings() == ["first", "second"]
     log.close()
+
+
+def test_who_removes_a_log_shows_what_nobody_has_shown(arena_root: Path) -> None:
+    node_dir, told = node_directory(arena_root, "train", "n0"), list[str]()
+    log = BoundedLog(node_dir)
+    warn(log, "shown")
+    assert LogTail(node_dir).new_warnings() == ["shown"]
+    warn(log, "new")
+    log.close()
+    clean_job(arena_root, "train", told.append)
+    assert [lacks(line, "n0", "new") for line in told] == [[]] and not list(arena_root.iterdir())

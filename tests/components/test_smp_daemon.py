@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from ftckpt.smp import daemon, liveness
-from ftckpt.smp.client import SmpClient
 from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.server import Server
 from ftckpt.smp.task_queue import TaskQueue
@@ -73,17 +71,3 @@ def test_a_loop_that_finds_nothing_to_do_looks_less_often(
     else:
         assert waits == [*sorted(waits[:20]), 0.0, *sorted(waits[21:])]
         assert waits[0] == waits[21] == 0.02 and waits[19] == waits[29] == 0.1 and sum(waits[:20]) > 1.3
-
-
-def test_trainers_are_told_of_an_end_before_the_log_is_kept_elsewhere(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A home directory may be on storage that hangs."""
-    smp, left = Daemon(arena_root, "test", "node", idle_secs=60.0), list[list[Path]]()
-    monkeypatch.setattr(daemon, "keep_logs", lambda logs: left.append(list(arena_root.iterdir())))
-    client = SmpClient(arena_root / "ftckpt-test" / "node", arena_root, "test", "node")
-    ends = threading.Thread(target=client.end)
-    ends.start()
-    smp.run()
-    ends.join(20)
-    assert left == [[]], "nor does the lock keep others from a start"
