@@ -57,10 +57,6 @@ EVENTS: dict[str, EventKind] = {
         "restore() started", job="name", node="name",
         launch="name of the launcher run; from one rank per node",
     ),
-    "conditions": _quiet(
-        "hardware and versions of a node", node="name", cpu="its name", cores="usable by this rank",
-        memory_bytes="of the node", device="its name; cpu", versions="of modules that this rank has loaded",
-    ),
     "environment": _quiet(
         "a property of this machine that can lose snapshots", name="of the finding", text="what it means",
         remedy="what to do",
@@ -297,7 +293,7 @@ def _in_words(event: str, fields: Mapping[str, Any]) -> str:
 
 _UNKNOWN = EventKind("")
 
-_SESSION = ("joined", "conditions", "restored", "protection", "plan")
+_SESSION = ("joined", "restored", "protection", "plan")
 """Events repeated in a rotated log: they identify the process and the attempt."""
 
 

@@ -30,7 +30,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,7 +37,6 @@ from typing import Any, NoReturn
 from ftckpt.cli.event_log import count
 from ftckpt.cli.history import read_history
 from ftckpt.cli.recovery import PARTS, Recovery
-from ftckpt.errors import EventLogError
 from ftckpt.model.text import aligned
 from launch.demo_job import (
     FRAMEWORKS,
@@ -305,8 +303,6 @@ def conclude(summary: dict[str, Any], runs: Sequence[Run], out: Path, argv: Sequ
     """Write the summary and print the verdict; returns the exit code."""
     summary["command"] = shlex.join(["launch/demo.sh", *argv])
     shown = runs[min(1, len(runs) - 1)].folder
-    with suppress(EventLogError):  # a run failed before there were any
-        summary["conditions"] = read_history(shown).conditions
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     exact, reshapes = summary["bit_exact"], summary["reshapes"]
     differences = [difference for reshape in reshapes for difference in reshape["differences"]]

@@ -64,7 +64,6 @@ class RunHistory:
     iteration_secs: float = 0.0
     protection: Line | None = None
     alarms: dict[str, Alarm] = field(default_factory=lambda: defaultdict(Alarm))
-    conditions: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -119,7 +118,6 @@ class _Reader:
         self._attempts: dict[str, Attempt] = defaultdict(Attempt)
         self._blocked: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
         self._iteration_secs: list[float] = []
-        self._conditions: dict[str, Line] = {}
         self._rank, self._is_sampled = 0, True
         self._starts: dict[int, _Start] = {}
 
@@ -135,7 +133,6 @@ class _Reader:
         for path in self._log.other_files:
             self._read(path, lambda place, line: None)  # only their alarms
         history.restarts = list(recoveries(history.attempts))
-        history.conditions = list(self._conditions.values())
         history.iteration_secs = median(self._iteration_secs) if self._iteration_secs else 0.0
         for iteration, ranks in sorted(self._blocked.items()):
             boundary, fence = (median(secs) for secs in zip(*ranks.values(), strict=True))
@@ -230,9 +227,6 @@ class _Reader:
         last = self._history.protection
         if last is None or line["time"] > last["time"]:
             self._history.protection = line
-
-    def _on_conditions(self, _: _Start, line: Line) -> None:
-        self._conditions[str(line.get("node", self._rank))] = line
 
     def _add_timeline(self, attempt: Attempt, start: _Start, place: LinePlace, line: Line) -> None:
         rank = parse_rank(line)

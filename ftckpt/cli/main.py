@@ -42,7 +42,7 @@ start
 watch
   status   show a job's snapshots on all nodes, and which one a restart takes
     ftckpt status
-    ftckpt status my-run --watch 5
+    ftckpt status my-run
   jobs     list the jobs that have memory on this machine
     ftckpt jobs
   report   describe a run, by its event logs: restarts, costs, an iteration

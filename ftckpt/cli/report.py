@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ftckpt.cli.answers import Answer, Lines, ProgressLine
 from ftckpt.cli.event_log import count
@@ -52,7 +51,6 @@ def run_report(arguments: argparse.Namespace) -> Lines:
         "costs": costs(history),
         "protection": history.protection,
         "warnings": {name: alarm.num for name, alarm in history.alarms.items()},
-        "conditions": history.conditions,
         "notes": history.notes,
     })  # fmt: skip
 
@@ -84,7 +82,6 @@ def describe(history: RunHistory, timeline: Timeline | None) -> Iterator[str]:
     for name, alarm in sorted(history.alarms.items(), key=lambda item: item[1].first_at):
         first = f"first after {alarm.first_at - history.began_at:.1f} s from {listed(sorted(alarm.who))}"
         yield f"warning: {name}: {count(alarm.num, 'time')}, {first}: {alarm.detail}"
-    yield from dict.fromkeys(map(_hardware, history.conditions))
     for note in dict.fromkeys([*history.notes, *(timeline.notes if timeline is not None else ())]):
         yield f"note: {note}"
 
@@ -154,10 +151,3 @@ def _protection(history: RunHistory) -> dict[str, str]:
     if lags := [secs for attempt in history.attempts for secs in attempt.lags()]:
         found["median time until a snapshot was protected"] = f"{median(lags):.2f} s"
     return found
-
-
-def _hardware(line: Mapping[str, Any]) -> str:
-    memory, versions = line.get("memory_bytes"), line.get("versions")
-    gib = f", {memory / 2**30:.0f} GiB" if isinstance(memory, int) and memory else ""
-    named = ", ".join(f"{name} {num}" for name, num in versions.items()) if isinstance(versions, dict) else "unknown"
-    return f"hardware: {line.get('cpu')}, {line.get('cores')} cores{gib}; trained on {line.get('device')}; {named}"

@@ -4,23 +4,21 @@ have memory on this machine."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ftckpt.cli.answers import Answer, Lines, alarming, warn
 from ftckpt.cli.job_nodes import JobNodes, NodeState, nodes_here
 from ftckpt.cli.options import add_arena
 from ftckpt.cli.snapshots import usable_at
 from ftckpt.cli.targets import add_job, job_at, jobs_in
-from ftckpt.errors import ArenaError, ConfigError, FtckptError, StorageError
+from ftckpt.errors import ArenaError, ConfigError, StorageError
 from ftckpt.memory.directory import user_name
 from ftckpt.model.text import aligned, human, listed
 from ftckpt.persist.paths import Place
@@ -28,7 +26,6 @@ from ftckpt.restore.forecast import forecast, unseen_shards
 
 _WARNINGS = 5
 _EVENTS, _EVENT_CHARS = 5, 160
-_WATCH_SECS = 2.0
 _MARKS = {"whole": "committed", "protected": "protected"}
 """Names of marks in JSON, and in text."""
 
@@ -36,7 +33,6 @@ _MARKS = {"whole": "committed", "protected": "protected"}
 def add_status(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``status``."""
     add_job(parser, is_optional=True)
-    parser.add_argument("--watch", nargs="?", type=float, const=_WATCH_SECS, metavar="SECS", help="repeat every SECS")
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECS", help="limit for a node's answer (default: %(default)s)"
     )
@@ -44,34 +40,12 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 def run_status(arguments: argparse.Namespace) -> Lines:
     """The status of a job; status 1: a restart would restore nothing. Raises ArenaError."""
-    for name in ("timeout", "watch"):
-        secs = getattr(arguments, name)
-        if secs is not None and not 0 < secs < math.inf:
-            raise ConfigError(f"--{name} {secs:g}: it must be finite and above 0 seconds")
+    if not 0 < arguments.timeout < math.inf:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: it must be finite and above 0 seconds")
     root, job = job_at(arguments.job or _only_job(arguments.arena), arguments.arena)
-    if arguments.watch is not None:
-        with suppress(KeyboardInterrupt):  # the usual end
-            _watch(root, job, arguments)
-        return
     status = job_status(root, job, arguments.timeout)
     yield from in_lines(status)
     yield Answer(status, int(status["restart"]["iteration"] < 0))
-
-
-def _watch(root: Path, job: str, arguments: argparse.Namespace) -> NoReturn:
-    """Shows the status until interrupted: in place on a terminal, else one after the other; as JSON one line each."""
-    clear, end = ("\x1b[H\x1b[2J", "\n") if sys.stdout.isatty() else ("", "\n\n")
-    while True:
-        try:
-            status = job_status(root, job, arguments.timeout)
-        except (FtckptError, OSError) as error:  # the job ends, or restarts
-            status = {"error": str(error)}
-        if arguments.json:
-            print(json.dumps(status), flush=True)
-        else:
-            lines = [status["error"]] if "error" in status else in_lines(status)
-            print(clear + "\n".join([time.strftime("%X"), *lines]), end=end, flush=True)
-        time.sleep(arguments.watch)
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -301,8 +275,6 @@ def _in_words(mark: dict[str, Any]) -> str:
     text = f"iteration {mark['iteration']}"
     if mark.get("age_secs") is not None:
         text += f", seen {mark['age_secs']:.1f} s ago"
-    if mark.get("every_secs"):
-        text += f"; one in {mark['every_iterations']:.3g} iterations, {mark['every_secs']:.3g} s"
     return text
 
 

@@ -32,19 +32,6 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def whereabouts(env: Mapping[str, str]) -> str:
-    """A description of this machine, or container, for messages."""
-    found = interfaces()
-    ways = (_towards(env.get("MASTER_ADDR", "")), *map(_towards, _ANYWHERE), *_usable(found, _between_machines))
-    address = next(filter(None, ways), "no address")
-    boot = (read_lines(Path("/proc/sys/kernel/random/boot_id")) or ["unknown"])[0]
-    try:
-        mounts = os.readlink("/proc/self/ns/mnt")
-    except OSError:
-        mounts = "mnt:unknown"
-    return f"{socket.gethostname()} ({address}, boot {boot[:8]}, {mounts})"
-
-
 def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
     """The comma-separated listening addresses of this node's SMP.
 

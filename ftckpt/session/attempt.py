@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,7 @@ from ftckpt.memory.launch_record import MOST_STARTS, LauncherRun
 from ftckpt.memory.locks import JOB_LOCK_NAME, JobLock, holder_of
 from ftckpt.model.topology import Topology
 from ftckpt.session import deadlines
-from ftckpt.session.addresses import whereabouts
+from ftckpt.session.addresses import machine
 
 log = logging.getLogger("ftckpt")
 
@@ -111,7 +112,9 @@ class NodeJoin:
         """Report on this rank's node directory, after all ranks' ``enter``."""
         config = self._config
         interval = _read_interval(self.path, config.overhead_budget) if config.interval == "auto" else 0
-        return NodeReport(self._token, read_link(self.path / TOKEN_NAME), whereabouts(os.environ), interval)
+        return NodeReport(
+            self._token, read_link(self.path / TOKEN_NAME), f"{socket.gethostname()} ({machine()})", interval
+        )
 
     def keep_interval(self, interval: int) -> None:
         """Store the interval for the next attempt."""

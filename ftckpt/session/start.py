@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from ftckpt.capture.affinity import near_cores
 from ftckpt.capture.boundary import LastBoundary
@@ -58,8 +51,6 @@ class LoadResult(NamedTuple):
 def meet(rank: RankContext) -> Preparation:
     """Prepare this rank, and check with all others that they can start. Collective; raises as ``restore``."""
     rank.events.emit("joined", job=rank.config.job, node=rank.topology.me.node, launch=rank.attempt.launch)
-    if rank.topology.is_node_leader:
-        rank.events.emit("conditions", node=rank.topology.me.node, **conditions())
     # Before anything is read: afterwards no other attempt writes these arenas.
     rank.arenas.entry.enter()
     rank.protection.smp.report_hazards(rank.arenas.path)
@@ -143,40 +134,3 @@ def load(rank: RankContext, shard: Shard, checkpoint: LoadedCheckpoint) -> LoadR
         return LoadResult(lineage, snapshot, where, source, restart.in_memory, restart.cast, bool(restart.usage))
     finally:
         restart.close()
-
-
-_PACKAGES = {"ftckpt": "ftckpt", "torch": "torch", "megatron.core": "megatron-core", "deepspeed": "deepspeed"}
-"""Modules and their distributions; only modules that this process has imported are reported."""
-
-
-def conditions() -> dict[str, Any]:
-    """Fields of the event ``conditions``: hardware and software inventory for reports. Never raises: an unknown value
-    says so."""
-    loaded = ((name, sys.modules[module]) for module, name in _PACKAGES.items() if module in sys.modules)
-    return {
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "device": _device(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: str(getattr(module, "__version__", "unknown")) for name, module in loaded},
-        },
-    }
-
-
-def _cpu() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def _device() -> str:
-    # The CPU stand-in for CUDA claims to be a device.
-    if os.environ.get("FTCKPT_DEVICE") or not torch.cuda.is_available():
-        return "cpu"
-    with suppress(RuntimeError, AssertionError):
-        return torch.cuda.get_device_name()
-    return "unknown"

@@ -23,7 +23,7 @@ from ftckpt.model import codec
 from ftckpt.smp.exporter import Exporter
 from ftckpt.smp.footprint import BoundedLog, DescriptionStore, NodeLock, anon_bytes, load_description
 from ftckpt.smp.liveness import DeathWatch, Liveness
-from ftckpt.smp.reports import MarkHistory, packed, rank_report
+from ftckpt.smp.reports import MarkAge, packed, rank_report
 from ftckpt.smp.requests import (
     VERSION,
     ConfigureRequest,
@@ -81,7 +81,7 @@ class Daemon:
         self._tasks = TaskQueue(node_dir, self.events)
         self._exporter = Exporter(job, node, self._measured, self._report_error)
         self._store = DescriptionStore(node_dir, self._report_error)
-        self._history = {"whole": MarkHistory(_LOOK_SECS), "protected": MarkHistory(_LOOK_SECS)}
+        self._marks = {"whole": MarkAge(), "protected": MarkAge()}
         self._idle_secs = idle_secs
         self._started = self._last_trainer = time.monotonic()
         self._ending = ""
@@ -174,8 +174,8 @@ class Daemon:
             tell(self._lock.node_dir, end)
             self.events.emit("ranks_ended", text=end.text)
         arenas = self._tasks.arenas
-        self._history["whole"].note(arenas.oldest_mark(ControlBlock.whole), now)
-        self._history["protected"].note(arenas.oldest_mark(ControlBlock.protected), now)
+        self._marks["whole"].note(arenas.oldest_mark(ControlBlock.whole), now)
+        self._marks["protected"].note(arenas.oldest_mark(ControlBlock.protected), now)
 
     def _trainer_lives(self) -> bool:
         """Whether a process trains on this node; locks also show those in other containers."""
@@ -205,7 +205,7 @@ class Daemon:
             "anon_bytes": anon_bytes(),
             "warnings": list(self.log.warnings),
             "events": self.events.last(_EVENTS),
-            **{name: history.fields(now) for name, history in self._history.items()},
+            **{name: mark.fields(now) for name, mark in self._marks.items()},
             "trainers": [rank_report(pulse) for pulse in self._ranks()],
             "tasks": {**self._tasks.status(), "connections": self._server.connections},
         }

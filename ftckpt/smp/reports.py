@@ -1,11 +1,10 @@
-"""Parts of an SMP's status replies: protection, ranks, and the history of marks."""
+"""Parts of an SMP's status replies: protection, ranks, and the ages of marks."""
 
 from __future__ import annotations
 
 import base64
 import time
 import zlib
-from collections import deque
 from typing import Any
 
 from ftckpt.errors import SmpError
@@ -17,7 +16,6 @@ from ftckpt.model.snapshot import SnapshotId
 
 _MOST_BYTES = 64 << 20
 """Limit after decompression: hundreds of times the size for a node of eight large arenas."""
-_REMEMBERED = 32
 
 
 def packed(protection: NodeProtection) -> str:
@@ -54,31 +52,22 @@ def rank_report(pulse: RankHeartbeat) -> dict[str, Any]:
     }
 
 
-class MarkHistory:
-    """History of a mark in this node's arenas, sampled every ``look_secs``."""
+class MarkAge:
+    """The snapshot that a mark in this node's arenas names, and since when."""
 
-    def __init__(self, look_secs: float) -> None:
-        self._look_secs = look_secs
-        self._seen: deque[tuple[float, SnapshotId]] = deque(maxlen=_REMEMBERED)
+    def __init__(self) -> None:
+        self._seen: tuple[float, SnapshotId] | None = None
 
     def note(self, snapshot: SnapshotId | None, now: float) -> None:
-        """Add a sample: the mark names ``snapshot`` at ``now`` (``time.monotonic``)."""
-        if snapshot is None or (self._seen and snapshot.lineage != self._seen[-1][1].lineage):
-            self._seen.clear()  # the history before a restart is irrelevant
-        if snapshot is not None and (not self._seen or self._seen[-1][1] != snapshot):
-            self._seen.append((now, snapshot))
+        """The mark names ``snapshot`` at ``now`` (``time.monotonic``)."""
+        if snapshot is None:
+            self._seen = None
+        elif self._seen is None or self._seen[1] != snapshot:
+            self._seen = now, snapshot
 
     def fields(self, now: float) -> dict[str, Any] | None:
-        """``iteration`` and ``lineage`` of the newest snapshot; ``age_secs`` since it was first seen; ``every_secs``
-        and ``every_iterations`` between snapshots, null if unknown. None without a snapshot."""
-        if not self._seen:
+        """``iteration`` and ``lineage`` of the snapshot; ``age_secs`` since it was first seen. None without one."""
+        if self._seen is None:
             return None
-        (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]
-        steps = len(self._seen) - 1
-        every_secs = (last_at - first_at) / steps if steps else 0.0
-        # Shorter intervals than the sampling miss snapshots.
-        known = every_secs > 2 * self._look_secs
-        return {
-            **last.fields, "age_secs": round(now - last_at, 3), "every_secs": round(every_secs, 3) if known else None,
-            "every_iterations": (last.iteration - first.iteration) / steps if known else None,
-        }  # fmt: skip
+        seen_at, snapshot = self._seen
+        return {**snapshot.fields, "age_secs": round(now - seen_at, 3)}

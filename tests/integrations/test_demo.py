@@ -176,7 +176,7 @@ def test_a_scene_with_deepspeed(tmp_path: Path) -> None:
     assert [line for line in output.splitlines() if not line.startswith(told)] == [], "DeepSpeed's is in the logs"
     assert output.splitlines()[-2].startswith("demo: bit-exact, 1 fault survived; ")
     found = json.loads((tmp_path / "summary.json").read_text())
-    assert found["framework"] == "DeepSpeed" and "deepspeed" in found["conditions"][0]["versions"]
+    assert found["framework"] == "DeepSpeed"
     assert all(found["num_tensors_compared"][kind] >= 8 for kind in demo.KINDS)
     (fault,) = found["faults"]
     assert fault["iteration"] == 4 and 0 <= fault["iterations_lost"] <= 3

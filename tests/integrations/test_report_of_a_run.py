@@ -85,7 +85,7 @@ def test_a_run_that_died_and_came_back(settings: dict[str, Any], tmp_path: Path)
     # A snapshot may be skipped while another is being protected.
     skipped = {line["iteration"] for line in read_events(Path(settings["events"]), "skipped")}
     assert history.blocked and history.blocked.keys() | skipped == set(range(1, LAST + 1))
-    assert history.protection is not None and {line["node"] for line in history.conditions} == {"n0", "n1"}
+    assert history.protection is not None
     text = "\n".join(describe(history, None))
     assert "4 ranks trained to iteration 9" in text and "one rank's arena" in text
     assert "broken line" not in text

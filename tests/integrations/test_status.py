@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ftckpt.cli import status as status_of
 from ftckpt.cli.main import main
 from ftckpt.cli.status import in_lines, job_status
 from ftckpt.config import Config
@@ -42,20 +40,6 @@ def job(arena_root: Path) -> Job:
 
 def status(root: Path) -> dict[str, Any]:
     return job_status(root, JOB, 5.0)
-
-
-def test_a_watch_outlives_the_job_and_ends_without_a_trace(
-    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Most of the time it asks nodes: whoever interrupts it does so there."""
-    looks = iter([FileNotFoundError("ftckpt-peers/a: is gone"), KeyboardInterrupt()])
-
-    def ask(*_: object) -> dict[str, Any]:
-        raise next(looks)
-
-    monkeypatch.setattr(status_of, "job_status", ask)
-    assert main(["status", JOB, "--watch", "0.01", "--json", "--arena", str(job.root)]) == 0
-    assert json.loads(capsys.readouterr().out) == {"error": "ftckpt-peers/a: is gone"}
 
 
 def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,8 +85,8 @@ def test_jobs_are_listed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs", "--json", "--arena", str(job.root / "none")]) == 2
     told = capsys.readouterr()
     assert not told.out and "none is not a directory" in told.err
-    assert main(["status", "--watch", "0", "--arena", str(job.root)]) == 2
-    assert "--watch 0: " in capsys.readouterr().err
+    assert main(["status", "--timeout", "0", "--arena", str(job.root)]) == 2
+    assert "--timeout 0: " in capsys.readouterr().err
 
 
 @pytest.fixture
