@@ -38,7 +38,6 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smp-listen", default="", metavar="ADDRESS", help="the address for other nodes, as --ftckpt-smp-listen"
     )
-    parser.add_argument("--rack", default="", metavar="LABEL", help="this node's rack, as --ftckpt-rack")
 
 
 def run_check(arguments: argparse.Namespace) -> Lines:
@@ -68,7 +67,7 @@ def _site(arguments: argparse.Namespace) -> Any:
         return None
     from ftckpt.cli.check_ranks import LaunchedRanks
 
-    return LaunchedRanks(arguments.smp_listen, arguments.rack)
+    return LaunchedRanks(arguments.smp_listen)
 
 
 def _run_checks(arguments: argparse.Namespace, site: Any) -> Generator[str, None, list[CheckResult]]:

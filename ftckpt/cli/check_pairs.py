@@ -6,9 +6,8 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import xxhash
@@ -19,8 +18,6 @@ from ftckpt.events import Events
 from ftckpt.group import Group
 from ftckpt.model.codec import gather
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.groups import apart, mirror_nodes
-from ftckpt.parity.modes import MIRROR_COPIES, MOST_MEMBERS
 from ftckpt.session.addresses import listening_address
 from ftckpt.smp.channel import Deadlines, Delivery, Trust
 from ftckpt.smp.peers import Peers
@@ -34,20 +31,17 @@ _CONNECT_SECS, _PAIR_SECS = 4.0, 8.0
 _BYTES = 32 << 20
 _ROUNDS, _TRIPS = 3, 20
 _LEAST_RATE = 1e8
-_FAR = (2, 4)
-"""In large jobs, nodes 1/2 and 1/4 of all nodes apart are paired, too: replica sets may have such distances."""
+_FEW_NODES = 8
+"""Of so many nodes, all pairs are checked."""
 _PROBE = SnapshotId(bytes(16), 0)
 _OTHER_INTERFACE = "name the interface that connects the nodes: here --smp-listen, for the job --ftckpt-smp-listen"
 
-Pair = tuple[str, str]
-
 
 class NodeFacts(NamedTuple):
-    """A node: its ``first`` rank, and the machine and rack that this rank reports."""
+    """A node: its ``first`` rank, and the machine that this rank reports."""
 
     first: int
     machine: str
-    rack: str
 
 
 class Port(NamedTuple):
@@ -63,50 +57,24 @@ def pair_checks(group: Group, nodes: Mapping[str, NodeFacts], listen: str) -> It
     others wait. ``listen`` is as the setting ``smp_listen``."""
     me = next((node for node, one in nodes.items() if one.first == group.rank), "")
     trust = Trust(bytes.fromhex(gather(group, secrets.token_hex(32) if group.rank == 0 else "", str)[0]))
-    pairs = arranged_pairs({node: one.rack for node, one in nodes.items()})
+    names = sorted(nodes)
     with _serving(bool(me), trust, [one.machine for one in nodes.values()], listen) as port:
         ports = gather(group, port, Port)
-        for both in rounds_of(pairs):
-            # One direction at a time: a node that reads does not serve meanwhile.
-            for readers in (dict(both), {other: reader for reader, other in both}):
-                if me in readers:
-                    other = readers[me]
-                    yield attempt(_AREA, f"from {other}", _talk(trust, me, other, ports[nodes[other].first]))
-                group.gather(b"")
-    if group.rank == 0 and (left := len(nodes) * (len(nodes) - 1) // 2 - len(pairs)):
-        text = (
-            f"{left} of {left + len(pairs)} pairs of nodes were not checked; checked are members of a peer group, "
-            "mirrors of packages, and some distant pairs; replica sets and --ftckpt-peer-group may use others"
-        )
+        for distance in distances(len(names)):
+            if me:
+                other = names[(names.index(me) + distance) % len(names)]
+                yield attempt(_AREA, f"from {other}", _talk(trust, me, other, ports[nodes[other].first]))
+            group.gather(b"")  # a barrier: a node serves one other at a time
+    if group.rank == 0 and len(names) > _FEW_NODES:
+        apart = ", ".join(map(str, distances(len(names))))
+        text = f"only nodes {apart} apart in the order of their names were checked"
         yield CheckResult(_AREA, "other pairs", SKIPPED, text)
 
 
-def arranged_pairs(racks: Mapping[str, str]) -> list[Pair]:
-    """All pairs of a few nodes; of more nodes, the pairs that protection uses by default (members of a peer group,
-    nodes and the mirrors of their packages) and some distant pairs."""
-    nodes = sorted(racks)
-    if len(nodes) <= MOST_MEMBERS:
-        return list(combinations(nodes, 2))
-    groups = apart(nodes, lambda node: node, racks.__getitem__, MOST_MEMBERS)
-    pairs = [pair for members in groups for pair in combinations(members, 2)]
-    pairs += [(node, keeper) for node, of in mirror_nodes(nodes, MIRROR_COPIES, racks).items() for keeper in of]
-    for part in _FAR:
-        pairs += zip(nodes, nodes[len(nodes) // part :] + nodes[: len(nodes) // part], strict=True)
-    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))
-
-
-def rounds_of(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Divides ``pairs`` into rounds. A node occurs at most once per round, so its pairs run concurrently."""
-    rounds: list[list[Pair]] = []
-    busy: list[set[str]] = []
-    for pair in pairs:
-        place = next((place for place, nodes in enumerate(busy) if nodes.isdisjoint(pair)), len(rounds))
-        if place == len(rounds):
-            rounds.append([])
-            busy.append(set())
-        rounds[place].append(pair)
-        busy[place].update(pair)
-    return rounds
+def distances(nodes: int) -> list[int]:
+    """How far apart nodes are that read from each other, in the order of their names: neighbours, which are often in
+    one rack, and nodes 1/4 and 1/2 of all nodes apart, which are not."""
+    return list(range(1, nodes)) if nodes <= _FEW_NODES else sorted({1, nodes // 4, nodes // 2})
 
 
 @contextmanager

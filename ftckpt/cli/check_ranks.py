@@ -35,13 +35,12 @@ _MOST_SKEW_SECS = 1.0
 
 
 class RankFacts(NamedTuple):
-    """A rank's node, machine, clock, cores and rack."""
+    """A rank's node, machine, clock and cores."""
 
     node: str
     machine: str
     time: float
     cores: str
-    rack: str
 
 
 class LaunchedRanks:
@@ -49,15 +48,14 @@ class LaunchedRanks:
 
     Args:
         listen: as the setting ``smp_listen``.
-        rack: as the setting ``rack``.
     """
 
-    def __init__(self, listen: str, rack: str) -> None:
+    def __init__(self, listen: str) -> None:
         dist.init_process_group("gloo")
         self.group = Group(_GROUP_SECS)
         self.group.gather(b"")  # a barrier, so that ranks read their clocks at the same time
         cores = format_cores(os.sched_getaffinity(0))
-        me = RankFacts(node_name("", os.environ), machine(), time.time(), cores, rack)
+        me = RankFacts(node_name("", os.environ), machine(), time.time(), cores)
         self.ranks = gather(self.group, me, RankFacts)
         self.rank, self.me, self._listen = self.group.rank, me, listen
         self.leads = self.nodes[me.node].first == self.rank
@@ -80,7 +78,7 @@ class LaunchedRanks:
         """All nodes by name, in the order of their first ranks."""
         found: dict[str, NodeFacts] = {}
         for rank, one in enumerate(self.ranks):
-            found.setdefault(one.node, NodeFacts(rank, one.machine, one.rack))
+            found.setdefault(one.node, NodeFacts(rank, one.machine))
         return found
 
     def checks(self, arena: Path | None) -> Iterator[CheckResult]:

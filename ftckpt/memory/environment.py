@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ftckpt.model.text import human
 
 _SMALL_BYTES = 1 << 30
 """A smaller tmpfs is a container runtime's default, not one that was sized for arenas."""
-_YES = frozenset({"1", "yes", "y", "true", "t", "on"})
+_KEEPS = re.compile(r"\s*#?\s*RemoveIPC\s*=\s*(no|n|0|false|f|off)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _remove_ipc(arena_root: Path, root: Path, uid: int) -> Hazard | None:
     except KeyError:
         user = str(uid)
     # A lingering user never counts as logged out.
-    if not _logind(root, "RemoveIPC") or (root / "var/lib/systemd/linger" / user).exists():
+    if _keeps_ipc(root) or (root / "var/lib/systemd/linger" / user).exists():
         return None
     return Hazard(
         "remove_ipc",
@@ -115,23 +116,11 @@ def _charged(arena_root: Path, root: Path) -> Hazard | None:
     )
 
 
-def _logind(root: Path, key: str) -> bool:
-    """A boolean setting of systemd-logind. The default is the comment in the shipped file, or yes."""
+def _keeps_ipc(root: Path) -> bool:
+    """Whether a file of systemd-logind has RemoveIPC=no, or says so in the comment that names the default."""
     places = [root / place / "systemd" for place in ("usr/lib", "usr/local/lib", "run", "etc")]
-    # systemd's precedence: a drop-in in /etc hides one of the same name in /run and /usr; then in the order of names.
-    drop_ins = {path.name: path for place in places for path in (place / "logind.conf.d").glob("*.conf")}
-    main = [place / "logind.conf" for place in reversed(places) if (place / "logind.conf").exists()][:1]
-    value = next((_values(path, "#")[key.lower()] for path in main if key.lower() in _values(path, "#")), "yes")
-    for path in (*main, *(drop_ins[name] for name in sorted(drop_ins))):
-        value = _values(path).get(key.lower(), value)
-    return value.lower() in _YES
-
-
-def _values(path: Path, begin: str = "") -> dict[str, str]:
-    """``key=value`` lines with the prefix ``begin``; keys in lower case, the last one counts."""
-    lines = [line.strip() for line in read_lines(path)]
-    pairs = [line.removeprefix(begin).partition("=") for line in lines if line.startswith(begin)]
-    return {key.strip().lower(): value.strip() for key, equals, value in pairs if equals and value.strip()}
+    files = (path for place in places for path in (place / "logind.conf", *(place / "logind.conf.d").glob("*.conf")))
+    return any(_KEEPS.match(line) for path in files for line in read_lines(path))
 
 
 def _last_system_uid(root: Path) -> int:
