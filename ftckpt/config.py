@@ -71,8 +71,8 @@ class Config:
     )
     memory_limit: str = declare(
         "0",
-        "memory limit per node for slots, parity and packages, such as 400GiB; protect auto drops modes to fit, "
-        "otherwise the job does not start; 0: available memory",
+        "memory limit per node for slots, parity and packages, such as 400GiB; the job does not start if it needs "
+        "more; 0: available memory",
         quantity=size,
     )
     job: str = declare("", "name of the job; default: FTCKPT_JOB, or the torchrun or Slurm job id")

@@ -70,9 +70,7 @@ EVENTS: dict[str, EventKind] = {
         failures="kinds of loss: cases, survived, an example",
         memory_per_node="bytes of the fullest node", network_bytes="per protected snapshot: of a node, of the job",
     ),
-    "protection_lessened": _loud(
-        "a mode protects nothing on the remaining nodes, or exceeds --ftckpt-memory-limit", reason="why"
-    ),
+    "protection_lessened": _loud("a mode protects nothing on the remaining nodes", reason="why"),
     "protection_waits": _loud(
         "the node has no room for parity and packages: protection waits for it",
         need_bytes="of parity, packages and slots", reason="the limit that is too small",

@@ -12,7 +12,7 @@ from typing import Any
 
 from ftckpt.cli.plan_job import JobShape
 from ftckpt.config import Config
-from ftckpt.errors import ConfigError, MemoryBudgetError
+from ftckpt.errors import ConfigError
 from ftckpt.memory.ledger import require_limit
 from ftckpt.memory.parity_file import parity_bytes
 from ftckpt.model.replicas import equal_cuts
@@ -28,7 +28,7 @@ from ftckpt.parity.groups import (
     slot_groups,
 )
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
-from ftckpt.parity.modes import Modes, lessened, possible_modes, require_slots, resolve_modes, ways_to_need_less
+from ftckpt.parity.modes import Modes, possible_modes, require_slots, resolve_modes, ways_to_need_less
 from ftckpt.parity.stripes import blocks_bytes
 from ftckpt.parity.table import Memory, ProtectionTable, memory_table, network_table, protection_table
 
@@ -213,27 +213,16 @@ def plan(job: JobShape, config: Config) -> StartPlan:
 
     Raises:
         ConfigError: as ``resolved``.
-        MemoryBudgetError: it exceeds ``memory_limit`` even with the fewest modes.
+        MemoryBudgetError: it exceeds ``memory_limit``.
     """
     modes, left_out = resolved(job, config)
     arrangement = ProtectionPlan(job, modes)
     slots = config.num_slots(bool(modes.names))
-    while True:
-        table = arrangement.table(slots)
-        node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
-        try:
-            remedies = ways_to_need_less(config, slots, bool(arrangement.modes.names))
-            require_limit(
-                config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies
-            )
-        except MemoryBudgetError:
-            # As at a start: auto drops a mode; modes that the user named stay.
-            fewer = lessened(arrangement.modes) if config.protect == "auto" else None
-            if fewer is None:
-                raise
-            arrangement = ProtectionPlan(job, fewer)
-        else:
-            return StartPlan(arrangement, slots, table, left_out)
+    table = arrangement.table(slots)
+    node, memory = max(table.memory.items(), key=lambda one: one[1].sum)
+    remedies = ways_to_need_less(config, slots, bool(modes.names))
+    require_limit(config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies)
+    return StartPlan(arrangement, slots, table, left_out)
 
 
 def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
@@ -74,15 +74,6 @@ class Modes:
         """The modes in use, named as in ``protect``."""
         peer = ("peer",) if self.peer else ()
         return (("node",) if self.node else ()) + ((self.replica,) if self.replica else ()) + peer
-
-
-def lessened(modes: Modes) -> Modes | None:
-    """Drop ``node`` parity if memory is short and ``peer`` protects as well; None if nothing can be dropped.
-
-    ``node`` protects single arenas, which survive a dead process anyway and which ``peer`` protects too. ``peer``
-    stays: only it protects entire nodes. Replicas cover part of the state, and their blocks are in slots, not files.
-    """
-    return replace(modes, node=False) if modes.node and modes.peer else None
 
 
 def ways_to_need_less(config: Config, slots: int, protects: bool) -> tuple[str, ...]:

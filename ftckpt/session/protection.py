@@ -31,7 +31,6 @@ from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import (
     PARITY_FILES,
     Modes,
-    lessened,
     possible_modes,
     require_slots,
     resolve_modes,
@@ -160,7 +159,6 @@ class Protection:
         places = codec.gather(group, (config.rack, machine()), tuple[str, str])
         nodes = [member.node for member in topology.members]
         self._reasons: set[str] = set()  # why modes were dropped, for one event each
-        self._gives_up = False  # modes, see ``lessen``
         self.modes = together(group, lambda: self._first_modes(spans_nodes=len(set(nodes)) > 1))
         self.smp = NodeSmp(config, topology, group, events, [name for _, name in places])
         self.redundancy = Redundancy(self.modes.replica, tuple(nodes), tuple(rack for rack, _ in places))
@@ -249,16 +247,6 @@ class Protection:
             modes=self.modes.names, received_bytes=nbytes,
         )  # fmt: skip
         self._report_network(nbytes)
-
-    def lessen(self, error: MemoryBudgetError) -> bool:
-        """Drop a mode to stay within ``memory_limit``, under ``protect: auto``; returns whether one was dropped."""
-        modes = lessened(self.modes) if self._config.memory_limit_bytes and self._config.protect == "auto" else None
-        if modes is None:
-            return False
-        without = ",".join(name for name in self.modes.names if name not in modes.names)
-        self._report_less([f"{error}; given up: {without}; name it in --ftckpt-protect to require it"])
-        self.modes, self._gives_up = modes, True
-        return True
 
     def _open_pulse(self, node_dir: Path) -> None:
         if self._pulse.problem is None:
@@ -353,7 +341,7 @@ class Protection:
             self._report_less(left_out)
         else:
             modes = resolve_modes(config.protect, nodes, spans_nodes, **peer)
-        return (lessened(modes) if self._gives_up else None) or modes
+        return modes
 
     def _report_less(self, reasons: Sequence[str]) -> None:
         for reason in reasons:

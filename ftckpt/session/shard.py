@@ -84,20 +84,16 @@ class Shard:
         arenas, protection = self._rank.arenas, self._rank.protection
         assignment = self._assign(cast)
         self._report_differing(assignment.differing)
-        lacking = False
-        while True:
+        for lacking in (False, True):
             try:
                 use = partial(self._use, assignment)
                 arena = arenas.open(assignment.manifest, committed, use, protection, lacking)
                 break
-            except MemoryBudgetError as error:
+            except MemoryBudgetError:
                 self._leave_arena()
-                if protection.lessen(error):
-                    continue
                 # The state is loaded from memory: the job continues, and slots are allocated when there is room.
                 if committed is None or lacking:
                     raise
-                lacking = True
         copied = self.capture.stepped_bytes if self.capture is not None else 0
         interval = self._rank.config.interval
         often = "as often as the budget allows" if interval == "auto" else f"every {interval} iteration(s)"

@@ -15,7 +15,7 @@ from ftckpt.cli.main import main
 from ftckpt.cli.plan_holdings import build
 from ftckpt.cli.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
-from ftckpt.parity.modes import Modes, lessened
+from ftckpt.parity.modes import Modes
 from tests.support.errors import lacks
 from tests.support.repository import is_golden
 
@@ -73,27 +73,6 @@ def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_auto_is_what_a_start_would_choose(capsys: pytest.CaptureFixture[str], arguments: str, expected: str) -> None:
     assert planned(capsys, f"{SIZE} {arguments}")["protect"] == expected
-
-
-def test_a_limit_of_memory_gives_up_parity_inside_nodes_unless_it_was_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def sum_of(protect: str) -> float:
-        return float(planned(capsys, f"{SIZE} --protect {protect} --slots 3")["memory_per_node"]["sum"])
-
-    most, least = sum_of("node,peer"), sum_of("peer")
-    for limit, protect in ((most, "node,peer"), (least, "peer")):
-        value = planned(capsys, f"{SIZE} --memory-limit {limit:.0f}B")
-        assert (value["protect"], value["slots"]) == (protect, 3)
-    for refused in (f"--memory-limit {least - 1:.0f}B", f"--memory-limit {least + 1:.0f}B --protect node,peer"):
-        assert main(["plan", *f"{SIZE} {refused}".split()]) != 0
-
-
-def test_only_parity_that_peers_stand_in_for_is_given_up() -> None:
-    fewer = lessened(Modes(node=True, replica="copy", peer=True))
-    assert fewer is not None and fewer.names == ("copy", "peer")
-    for stays in (fewer, Modes(peer=True), Modes(node=True), Modes(node=True, replica="replica"), Modes()):
-        assert lessened(stays) is None
 
 
 def test_racks_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,6 +231,7 @@ def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixtur
     [
         ("--slots 4", "--memory-limit --slots --protect"),
         ("", "--memory-limit --protect"),
+        ("--protect peer", "--memory-limit --protect"),
         ("--protect none --slots 3", "--memory-limit --slots"),
         ("--protect none", "--memory-limit"),
     ],

@@ -229,7 +229,7 @@ def test_what_cannot_work_is_an_error_at_start_on_all_ranks(
 
 
 @pytest.mark.slow
-def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(plan: Plan) -> None:
+def test_a_limit_of_memory_counts_parity_and_packages(plan: Plan) -> None:
     plan = replace(
         plan, nodes=["n0"] * 3 + ["n1"] * 3, settings={**plan.settings, "protect": "node,replica,peer", "slots": 3}
     )
@@ -239,14 +239,6 @@ def test_a_limit_of_memory_gives_up_parity_inside_nodes_where_no_mode_was_named(
     limited = {**plan.settings, "slots": 0, "memory_limit": f"{sums['sum'] - sums['parity'] // 4}B"}
     with pytest.raises(RankFailure, match=r"MemoryBudgetError: rank 0: --ftckpt-memory-limit: .*--ftckpt-protect"):
         run_ranks(train, 6, replace(plan, settings=limited))
-    before = len(told(plan))
-    run_ranks(train, 6, replace(plan, protected=2, settings={**limited, "protect": "auto"}))
-    again = told(plan)[before:]
-    assert [event["modes"] for event in again if event["event"] == "protection"][-1] == ["replica", "peer"]
-    assert [event["slots"] for event in again if event["event"] == "arena"][-1] == 3
-    (less,) = [event["reason"] for event in again if event["event"] == "protection_lessened"]
-    assert "--ftckpt-memory-limit: node n" in less and "given up: node" in less
-    assert any(event["event"] == "protected" for event in again)
 
 
 def test_the_limit_of_the_network_is_told_and_said_to_be_too_little_where_it_is(plan: Plan) -> None:
