@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TextIO
 
 from ftckpt.model.text import human
 
+# A line on a terminal is replaced in place; in a log each one stays.
 _TERMINAL_SECS, _LOG_SECS = 0.2, 10.0
 _CLEAR_LINE = "\r\x1b[K"
 

@@ -28,9 +28,11 @@ from ftckpt.schedule.clock import Clock, make_clock
 
 _AREA = "device"
 _QUEUES = "GPU_MAX_HW_QUEUES" if torch.version.hip else "CUDA_DEVICE_MAX_CONNECTIONS"
+# The median of five: another process may disturb one or two.
 _ROUNDS = 5
 _FLIGHT_SECS = 60.0
 """Deadline of a flight: a slower copy counts as stuck."""
+# The default of --ftckpt-chunk-size, and the alignment of fragments in a slot.
 _CHUNK_BYTES, _ALIGN_BYTES = 16 << 20, 64
 _LEAST_SHARE = 0.8
 """Share of a plain copy's rate below which the rate check warns."""

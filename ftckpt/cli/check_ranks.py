@@ -31,6 +31,7 @@ _LOST_SECS = 1.5 * _GROUP_SECS
 """Time within which all ranks notice that their group is lost."""
 _MEETING_SECS = 600.0
 """Deadline for the device checks of all ranks: each copy may take a minute to fail."""
+# Far below the 15 minutes at which S3 refuses requests: a clock that drifts is found before it hurts.
 _MOST_SKEW_SECS = 1.0
 
 

@@ -26,6 +26,7 @@ Line = Mapping[str, Any]
 
 _MAX_RANKS = 64
 """Ranks whose blocked times are stored: enough for a median."""
+# A line of the report; the log has the complete event.
 _MAX_DETAIL = 240
 _WHO = ("time", "event", "rank", "process", "pid")
 

@@ -49,6 +49,7 @@ REMEDY = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchru
 
 _HOOK = "_create_c10d_store"  # the only function with which env:// and tcp:// open a store
 _POLL_SECS, _LOOK_SECS = 0.1, 0.01
+# Rank 0 may still import. After that torch's own retries go on, and report the error.
 _LISTEN_SECS = 10.0
 
 

@@ -48,6 +48,7 @@ _COPIES_UNTIL_NS = 10
 _WAIT_NS, _BEGAN_NS = 11, 12
 _COUNTS = 16
 _SMP = MAX_PLACES * _ENTRY_WORDS
+# Two words, and longer than the name of any phase.
 _PHASE_BYTES = 16
 _COPY_LEASE_NS = 500_000_000
 """Duration of a copy lease. A rank that copies renews it; one that does not renew it is stopped or gone."""

@@ -33,6 +33,7 @@ RUN_VARIABLE = "FTCKPT_RUN"
 """Names a launcher run without torchrun; scripts that restart a job set it."""
 MOST_STARTS = 3
 """Maximum of consecutive starts without a snapshot and without further progress in training."""
+# The lock is held for one small write: a stopped process must not keep others from a start.
 _LOCK_SECS = 5.0
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -36,6 +36,7 @@ from ftckpt.setting_checks import is_name
 PATIENCE_SECS = 5.0
 """Maximum wait for an SMP to unmap files that trainers have deleted."""
 
+# Half of the interval at which an SMP looks for deleted files (``smp.arenas``).
 _RETRY_SECS = 0.1
 
 

@@ -18,6 +18,7 @@ _libc, _address = ctypes.CDLL(None), ctypes.c_void_p
 _libc.mmap.restype = _address
 _libc.mmap.argtypes = [_address, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.madvise.argtypes = [_address, ctypes.c_size_t, ctypes.c_int]
+# linux/mman.h; the huge page of x86-64, and of arm64 with pages of 4 KiB.
 _MAP_FIXED, _MADV_COLLAPSE, _HUGE_BYTES = 0x10, 25, 2 << 20
 
 FileId = tuple[int, int]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PID_BITS = 22
 """PID_MAX_LIMIT of 64-bit Linux."""
+# Of wait(2): the kernel sets it if the process has dumped core.
 _CORE_FLAG = 0x80
 
 

@@ -37,6 +37,7 @@ _CACHE_BYTES = 1 << 20
 _STEP_BYTES = 256 << 10
 """Bytes per step of a decode."""
 # x^8 + x^4 + x^3 + x^2 + 1, a primitive polynomial: every element but 0 is a power of 2, as the tables below need.
+# x^8 + x^4 + x^3 + x^2 + 1 is primitive: the powers of 2 run through all 255 non-zero bytes.
 _POLYNOMIAL = 0x11D
 _REMAINDER = np.uint8(_POLYNOMIAL & 0xFF)
 

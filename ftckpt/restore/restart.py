@@ -31,6 +31,7 @@ from ftckpt.model.lineage import (
     lineage_after,
     rollback_reason,
 )
+from ftckpt.model.snapshot import LINEAGE_BYTES
 from ftckpt.model.text import listed
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.model.training_state import Description, Piece, TrainingState, cast_master
@@ -47,8 +48,6 @@ from ftckpt.restore.storage_source import READERS, reads, report_fetched
 from ftckpt.restore.survey import SurveyResult, take_survey
 from ftckpt.restore.threads import threads_of
 from ftckpt.restore.verify import report_verified
-
-_LINEAGE_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -293,12 +292,12 @@ class Restart:
         def answer() -> bytes:
             if found is None or found.is_verified:
                 self._invalidate_node(decision)
-            return os.urandom(_LINEAGE_BYTES) + chosen.describe()
+            return os.urandom(LINEAGE_BYTES) + chosen.describe()
 
         # All ranks use rank 0's. The gather ends after every node has invalidated.
         answers = gather_bytes(self._context.group, answer)
-        chosen.join([one[_LINEAGE_BYTES:] for one in answers])
-        return answers[0][:_LINEAGE_BYTES]
+        chosen.join([one[LINEAGE_BYTES:] for one in answers])
+        return answers[0][:LINEAGE_BYTES]
 
     def _invalidate_node(self, decision: Decision | None) -> None:
         if self._context.topology.is_node_leader:

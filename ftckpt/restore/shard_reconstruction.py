@@ -27,6 +27,7 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.reconstruction_plan import ShardRepair
 
 # Deadline for another writer of the arena, for example an exiting trainer, to release its lock.
+# A killed rank of the previous attempt may still free its memory; the start has waited for it before.
 _LOCK_SECS = 5.0
 
 

@@ -23,6 +23,7 @@ _FRAMEWORKS = ("ftckpt", "megatron", "deepspeed", "transformer_engine")
 _STANDARD = f"{os.path.dirname(os.__file__)}/"
 _HARMLESS = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/shm/", "/dev/nvidia")
 """Files that may be open during a fork. NVML opens /dev/nvidia*, and is fork-safe."""
+# CUresult of cuda.h; dlfcn.h.
 _CUDA_NOT_INITIALIZED = 3
 _RTLD_NOLOAD = 4
 

@@ -18,6 +18,7 @@ from ftckpt.runner.server import ServerChannel
 
 _QUIET_SECS = 5.0
 """The imports of an attempt count as complete when none was recorded for this long."""
+# A fork takes milliseconds, and seconds on a host that swaps. After that new processes are faster.
 _ANSWER_SECS = 30.0
 _MOST_PASSES = 4
 """Maximum number of servers started in sequence, each without the unsafe modules that earlier ones have found."""

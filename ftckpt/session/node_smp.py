@@ -49,6 +49,7 @@ _AGAIN_SECS = 10.0
 """Pause after an SMP could not be configured: each attempt costs a process start on a node that trains."""
 _END_SECS = 5.0
 """Maximum wait of an ending job for a delivery: an SMP starts within a second on an idle node."""
+# The output of SHA-256: a longer key adds nothing to the HMAC of a proof.
 SECRET_BYTES = 32
 _MOST_SECRET_BYTES = 4096
 """Read limit for the secret's file, in case the setting names a wrong one."""

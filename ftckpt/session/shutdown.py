@@ -27,6 +27,7 @@ _TURN_SECS = 1.0
 """Pause between gathers of the nodes' progress: no rank keeps waiting for a node that is known to have failed."""
 _POLL_SECS = 0.02
 _TELL_SECS = 10.0
+# Each question takes a turn of the loop that also flushes.
 _ASK_SECS = 5.0
 _MOST_PROBLEMS = 3
 _UNREADY_SECS = 60.0

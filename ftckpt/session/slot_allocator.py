@@ -21,6 +21,7 @@ from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId
 
 _POLL_SECS = 0.005
+# A rank that hangs in its load must not keep the others without slots.
 _GIVE_WAY_SECS = 1.0
 _END_SECS = 10.0
 """Maximum wait of ``close`` for the thread, which polls for its end about every 100 MB."""

@@ -20,6 +20,7 @@ from ftckpt.smp import IDLE_SECS, MAX_SILENT_SECS, READY
 if TYPE_CHECKING:
     from ftckpt.smp.daemon import Daemon
 
+# Each try opens the lock file; ranks wait far longer for an SMP than this.
 _STAND_BY_SECS = 0.5
 _BUSY_STATUS = 3
 """Exit status of a starting SMP if another one serves."""

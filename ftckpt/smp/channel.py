@@ -47,8 +47,10 @@ from ftckpt.errors import ConfigError, PeerAuthError, PeerError, PeerTimeoutErro
 from ftckpt.memory.directory import SMP_SOCKET_NAME
 
 MAGIC = b"FTCKSMP2"
+# Random nonces of 256 bits never repeat, and a proof is an HMAC-SHA256.
 NONCE_BYTES = 32
 PROOF_BYTES = 32
+# GCM's longest tag.
 TAG_BYTES = 16
 MIN_SECRET_BYTES = 16
 """128 bits cannot be guessed, not even offline from recorded proofs."""

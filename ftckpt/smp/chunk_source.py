@@ -31,6 +31,7 @@ _POLL_SECS = 0.002
 """Shorter than elsewhere: parity waits for each received chunk."""
 _AGAIN_SECS = 0.02
 """First pause before a missing chunk is requested again; each pause doubles."""
+# Nodes seal and check within an iteration of each other: longer pauses would delay protection for nothing.
 _MAX_AGAIN_SECS = 0.5
 _REPORT_SECS = 1.0
 """Failures that last longer are reported: most broken connections are restored sooner."""

@@ -31,6 +31,7 @@ from ftckpt.smp.peers import Fetch
 from ftckpt.smp.requests import PackageRequest
 from ftckpt.smp.work import Work, in_thread
 
+# As ``task_queue`` scans for seals: a slot is checked no earlier.
 _POLL_SECS = 0.02
 PULLED_BYTES = 64 << 20
 """Maximum size of packages that are requested or received and not stored yet; one is always allowed."""

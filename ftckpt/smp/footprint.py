@@ -30,7 +30,9 @@ from ftckpt.memory.smp_log import SMP_LOG_NAME
 from ftckpt.smp.requests import MAX_REQUEST_BYTES, VERSION, decode_object, encode_object, guard_digest
 
 _M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 1 << 20  # malloc.h; larger blocks are unmapped when freed
+# In the tmpfs, where it competes with slots: thousands of lines.
 _LOG_BYTES = 256 << 10
+# A full tmpfs has room again once a slot or parity file is freed, which takes seconds.
 _STORE_AGAIN_SECS = 2.0
 _MESSAGE_CHARS = 4000
 _WARNINGS, _WARNING_CHARS = 8, 400

@@ -25,6 +25,7 @@ SHARE = 0.25
 ASSUMED_GBITS = 25.0
 """Assumed speed of an unknown link, that of small cloud machines. A wrong guess costs time, not safety."""
 _SYSFS = Path("/sys/class/net")
+# linux/sockios.h and linux/if.h; a machine has a few dozen addresses.
 _SIOCGIFCONF, _SIOCGIFFLAGS, _IFF_UP, _MOST_IPV4 = 0x8912, 0x8913, 0x1, 256
 _IFCONF, _IFREQ = struct.Struct("iL"), struct.Struct("16s4x4s16x")
 _UNUSABLE = 0x08 | 0x20 | 0x40

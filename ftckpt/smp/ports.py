@@ -11,6 +11,7 @@ from ftckpt.errors import ConfigError
 PORTS = range(20000, 29000)
 """Below the kernel's ephemeral ports (Linux: 32768 to 60999) and launchers' usual ports (29400, 29500). Other nodes
 remember the port, and the successor of a killed SMP must find it free."""
+# Of 9000 ports: if eight in a row are taken, something else is wrong, and any port will do.
 _TRIES = 8
 
 

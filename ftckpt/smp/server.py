@@ -34,6 +34,7 @@ MAX_CONNECTIONS = 256
 """Of other nodes; each has a thread, whose stack counts in the process's memory limit."""
 MAX_UNPROVEN = 64
 """Further connections that have not proven the secret yet: it takes milliseconds, but many may arrive at once."""
+# Ranks and commands connect for one request each.
 MAX_LOCAL_CONNECTIONS = 32
 _LOCAL_IDLE_SECS = 10.0
 """Clients on the node send one request and hang up."""
@@ -42,6 +43,7 @@ _CLOSE_SECS = 2.0
 _LEAVE_SECS = 1.0
 """Wait for the thread of an evicted connection before the next one starts."""
 _REPORT_AGAIN_SECS = 60.0
+# A scan from many addresses must not grow memory.
 _MAX_REPORTED = 256
 _NOT_HERE = encode_object({"ok": True, "here": False})
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ftckpt.smp.link import interface_at
 
+# Enough for a median, and few enough to be over before training changes.
 ITERATIONS = 20
 PARTS = 64
 """Number of bins of an iteration."""
@@ -27,6 +28,7 @@ _BUSY, _LEAST_RATE = 0.1, 1e6
 _LEAST_IDLE = 0.125
 _OVERHEAD = 1.06
 """Headers and retransmissions, on top of this process's own bytes."""
+# Times PARTS, the first is the shortest iteration that can be profiled: 0.32 s.
 _SAMPLE_SECS, _IDLE_SECS = 0.005, 0.5
 _AGAIN_SECS = 600.0
 """Until the next profile: training changes its sequence length or schedule."""

@@ -56,7 +56,8 @@ class Watch:
         """Stop replacing SMPs; waits for one that is starting."""
         self._stopped.set()
         self._thread.join(timeout_secs)
-        self._tell_warnings()  # those since the last poll
+        # After the thread: both would read the log, and report a warning twice.
+        self._tell_warnings()
 
     def _run(self) -> None:
         wait = self._every_secs
