@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import resource
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
-from os import _exit as exit_now
 from pathlib import Path
 
 from ftckpt.capture.affinity import format_cores, num_nodes
@@ -20,9 +14,6 @@ from ftckpt.memory.memory_limits import mount_of, tightest_limit
 from ftckpt.model.text import human
 
 _AREA = "host"
-_PROBE_BYTES = 64 << 20
-_LEAST_RATE = 1e9
-"""Bytes per second: a slower tmpfs is swapped out, or is not a tmpfs."""
 _SMALL_BYTES = 1 << 30
 _LEAST_FILES = 4096
 """File descriptors of an SMP with the connections of a large job."""
@@ -40,8 +31,6 @@ def host_checks(arena: Path, need_bytes: int, ranks: Sequence[Set[int]]) -> Iter
     in_arena: tuple[tuple[str, Callable[[], Result]], ...] = (
         ("arena", lambda: _file_system(arena)),
         ("room", lambda: _room(arena, need_bytes)),
-        ("memory rate", lambda: _rate(arena)),
-        ("locks", lambda: _locks(arena)),
     )
     if no_arena is not None:
         yield no_arena
@@ -88,42 +77,6 @@ def _room(arena: Path, need_bytes: int) -> Result:
     if free < _SMALL_BYTES:
         return warned(text, limit.remedy, free_bytes=free)
     return passed(needed, free_bytes=free)
-
-
-def _rate(arena: Path) -> Result:
-    """Writes a mapped file, like a slot, twice; the second time is measured, without page faults."""
-    source = bytes(_PROBE_BYTES)
-    with tempfile.TemporaryFile(dir=arena) as file:
-        os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
-        with mmap.mmap(file.fileno(), _PROBE_BYTES) as mapped:
-            mapped[:] = source
-            begin = time.perf_counter()
-            mapped[:] = source
-            rate = _PROBE_BYTES / (time.perf_counter() - begin)
-    text = f"one core writes {rate / 1e9:.1f} GB/s into {arena}"
-    if rate < _LEAST_RATE:
-        return warned(text, "check whether memory is swapped, or other processes use it", bytes_per_sec=rate)
-    return passed(text, bytes_per_sec=rate)
-
-
-def _locks(arena: Path) -> Result:
-    """Whether record locks, which show ranks and SMPs who is alive, exclude other processes."""
-    with tempfile.NamedTemporaryFile(dir=arena) as file:
-        fcntl.lockf(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            with suppress(BaseException):  # the child must not continue in its parent's frames
-                try:
-                    fcntl.lockf(os.open(file.name, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    code = 0
-            exit_now(code)
-        _, status = os.waitpid(child, 0)
-    if status == 0:
-        return passed("locks hold between processes")
-    remedy = "name a tmpfs with --ftckpt-arena: without locks two jobs overwrite each other"
-    return failed(f"locks in {arena} do not exclude other processes", remedy)
 
 
 def _descriptors() -> Result:

@@ -163,7 +163,7 @@ def test_a_group_that_is_lost(arena_root: Path, tmp_path: Path) -> None:
     assert ranks["0"]["ranks"]["state"] == FAILED and "rank 1 gave up: " in ranks["0"]["ranks"]["text"]
     assert "FAILED network, ranks: " in table
     for rank, cause in (("0", "rank 1 gave up: "), ("1", "Connection reset by peer")):
-        assert re.search(f"PASSED +host +locks +{rank} ", table), table
+        assert re.search(f"PASSED +host +arena +{rank} ", table), table
         assert re.search(f"FAILED +network +ranks +{rank} +.*{cause}", table), table
 
 
