@@ -10,7 +10,6 @@ reconstruction every alternative to the reconstructed snapshot (``ftckpt.restore
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -24,14 +23,13 @@ from ftckpt.config import Config
 from ftckpt.errors import FtckptError, MemoryBudgetError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import SMP_LOCK_NAME, list_arenas, remove_arena
-from ftckpt.memory.locks import JOB_LOCK_NAME, holder_of
-from ftckpt.memory.memory_limits import check_budget, used_bytes
+from ftckpt.memory.locks import holder_of
+from ftckpt.memory.memory_limits import check_budget
 from ftckpt.memory.package import list_packages
 from ftckpt.memory.parity_file import parity_of, snapshot_of
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.text import human
-from ftckpt.setting_checks import is_name
 
 PATIENCE_SECS = 5.0
 """Maximum wait for an SMP to unmap files that trainers have deleted."""
@@ -284,20 +282,20 @@ def require(node_dir: Path, need_bytes: int, patience_secs: float = PATIENCE_SEC
     """Check that the node has ``need_bytes`` free, again while its SMP may unmap deleted files.
 
     Raises:
-        MemoryBudgetError: it does not after ``patience_secs``; the text names need, limits, remedies, and memory of
-            other jobs.
+        MemoryBudgetError: it does not after ``patience_secs``; the text names need, limits and remedies.
     """
     if need_bytes <= 0:
         return
-    deadline, job = time.monotonic() + patience_secs, node_dir.parent
+    deadline = time.monotonic() + patience_secs
     while True:
         try:
             return check_budget(node_dir, need_bytes)
         except MemoryBudgetError as error:
             # Without an SMP no memory is freed later, and training would wait in vain.
             if time.monotonic() >= deadline or holder_of(node_dir / SMP_LOCK_NAME) is None:
-                others = name_other_jobs(job.parent, job.name.removeprefix(_JOB_PREFIX))
-                raise MemoryBudgetError(f"{error}; {others}" if others else str(error)) from None
+                root = node_dir.parents[1]
+                arena = "" if str(root) == Config().arena else f" --arena {root}"
+                raise MemoryBudgetError(f"{error}; 'ftckpt jobs{arena}' lists what other jobs have there") from None
         time.sleep(_RETRY_SECS)
 
 
@@ -334,38 +332,3 @@ def refusal(node_dir: Path, need_bytes: int, patience_secs: float = 0.0) -> str:
     except MemoryBudgetError as error:
         return str(error)
     return ""
-
-
-_JOB_PREFIX = "ftckpt-"
-_MOST_JOBS = 5
-"""Maximum of jobs that a message names, largest first."""
-
-
-def name_other_jobs(root: Path, job: str) -> str:
-    """A text that lists this user's jobs with memory under ``root`` other than ``job``, largest first, and how to
-    remove them; empty if there are none."""
-    there: list[tuple[int, str, bool]] = []
-    with suppress(OSError):
-        for path in root.iterdir():
-            name = path.name.removeprefix(_JOB_PREFIX)
-            if name in (path.name, job) or not is_name(name) or not _is_own(path) or not (nbytes := used_bytes(path)):
-                continue
-            runs = any(holder_of(node / JOB_LOCK_NAME) is not None for node in path.iterdir())
-            there.append((nbytes, name, runs))
-    if not there:
-        return ""
-    there.sort(key=lambda one: (-one[0], one[1]))
-    arena = "" if str(root) == Config().arena else f" --arena {root}"
-    words = [
-        f"{name} {human(nbytes)} ({'running' if runs else f'ftckpt clean {name}{arena}'})"
-        for nbytes, name, runs in there[:_MOST_JOBS]
-    ]
-    if len(there) > _MOST_JOBS:
-        words.append(f"{len(there) - _MOST_JOBS} more {human(sum(nbytes for nbytes, *_ in there[_MOST_JOBS:]))}")
-    return f"your other jobs use memory under {root}: {', '.join(words)}"
-
-
-def _is_own(path: Path) -> bool:
-    with suppress(OSError):
-        return path.lstat().st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
-    return False
