@@ -83,7 +83,7 @@ class Daemon:
         self._store = DescriptionStore(node_dir, self._report_error)
         self._marks = {"whole": MarkAge(), "protected": MarkAge()}
         self._idle_secs = idle_secs
-        self._started = self._last_trainer = time.monotonic()
+        self._last_trainer = time.monotonic()
         self._ending = ""
         self._errors: dict[str, str] = {}  # by action, while it fails
         handlers: dict[type[SmpRequest], Handler] = {
@@ -200,7 +200,6 @@ class Daemon:
             "configured": self._store.description is not None,
             "port": self._server.port,
             "metrics": self._exporter.url,
-            "uptime_secs": round(now - self._started, 3),
             "ends_in_secs": self._ends_in_secs(),
             "anon_bytes": anon_bytes(),
             "warnings": list(self.log.warnings),
