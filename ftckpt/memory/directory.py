@@ -176,11 +176,11 @@ def lock_arena(arena: Path, deadline_secs: float) -> FileLock:
     return FileLock(arena / LOCK_NAME, deadline_secs, f"arena {arena.name}", remedy)
 
 
-def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
+def remove_job_if_empty(root: Path, job: str, node: str, tell: Callable[[str], None] = log.warning) -> bool:
     """Delete the node's directory, and the job's, if no arena is left; returns whether the node's is gone.
 
     Only the process that has the job's lock can do this; for any other it does nothing while the lock is taken. An
-    SMP that still runs has no arena to protect: it is stopped, and its warnings are logged.
+    SMP that still runs has no arena to protect: it is stopped, and ``tell`` receives its warnings.
     """
     node_dir = job_node_path(root, job, node)
     if node_dir.is_dir():
@@ -188,7 +188,7 @@ def remove_job_if_empty(root: Path, job: str, node: str) -> bool:
         is_held = holder_of(node_dir / JOB_LOCK_NAME) not in (None, os.getpid())
         if _beside_own_files(node_dir) or is_held or not end_smp(node_dir, _END_SECS):
             return False
-        _tell_warnings(node_dir, log.warning)
+        _tell_warnings(node_dir, tell)
         try:
             return _remove_node(node_dir)
         except OSError:  # the job has ended well: ``ftckpt clean`` removes the rest, and raises

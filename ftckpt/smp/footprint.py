@@ -160,7 +160,8 @@ class NodeLock:
             self._path.unlink(missing_ok=True)
         self._lock.release()
         try:
-            remove_job_if_empty(self._root, self.job, self.node)
+            # Its own warnings, which only its own log would show: the files go with it.
+            remove_job_if_empty(self._root, self.job, self.node, log.debug)
         except (OSError, FtckptError) as error:
             log.warning("%s", error)
 

@@ -308,5 +308,7 @@ def test_bad_parity_and_packages_are_fetched_again(cluster: Cluster) -> None:
     for each in cluster.smps:
         each.start()
     until(lambda: smp.events.of("corrupt"), "the block is noticed")
+    covered = len(smp.events.of("covered"))
+    until(lambda: len(smp.events.of("covered")) > covered, "encoded again")
     until(lambda: node.packages(1) == ["dp0", "dp1", "dp2"] and cluster.encoded(1), "the package comes again")
     assert cluster.check(1) >= 3
