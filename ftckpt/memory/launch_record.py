@@ -145,11 +145,11 @@ class LauncherRun:
         """Reset the count of starts: this attempt has a committed snapshot."""
         self._change(lambda now: replace(now, starts=0))
 
-    def end(self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False) -> bool:
+    def end(self, code: int | None, text: str, arena: str = "", job: str = "") -> bool:
         """Store the end of this attempt, and with a ``code`` of every further one.
 
         Returns whether the reason is new and the run was not over: then the caller logs it. Without a record this is
-        always true. ``is_last``: this is the last attempt, after which the reason need not be repeated.
+        always true.
         """
         is_first, self._heard._is_done = True, code == 0
         job = job or self.job
@@ -160,8 +160,7 @@ class LauncherRun:
             is_first = not now.over and now.text != text
             if now.over:
                 return now
-            repeated = now.repeated or (is_first and is_last)
-            return replace(now, code=code, text=text, repeated=repeated, arena=arena, job=job or now.job)
+            return replace(now, code=code, text=text, arena=arena, job=job or now.job)
 
         self._change(change)
         return is_first

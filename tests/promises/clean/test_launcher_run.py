@@ -195,3 +195,4 @@ def test_a_wrong_flag_is_said_once_however_often_it_is_tried(
     code, output = torchrun(tmp_path, *words, restarts=2)
     assert code != 0 and "it was run" not in output
     assert len(re.findall(f"^.*{said}", output, re.M)) == 2, output
+    assert said in output[output.index("Root Cause") :], "the last lines"
