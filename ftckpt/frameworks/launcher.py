@@ -294,7 +294,8 @@ def refuse(error: FtckptError) -> int:
     speaks = env.get("GROUP_RANK" if run.name else "RANK", "0") == "0" or not error.of_all_ranks
     if speaks and is_first:
         _print(str(error))
-    _leave_for_table(str(error))
+    if not is_of_another_rank(error):  # the table begins with the earliest: the cause
+        _leave_for_table(str(error))
     return _REFUSED
 
 
@@ -310,8 +311,9 @@ def _leave_for_table(text: str) -> None:
     """Has torchrun's table of failures, the last lines that users see, show ``text`` for this process."""
     if path := os.environ.get(_ERROR_FILE):
         message = {"message": _in_line(text), "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message}))
+        with suppress(OSError):  # replaced: torchrun fails on an incomplete file
+            Path(f"{path}.part").write_text(json.dumps({"message": message}))
+            Path(f"{path}.part").replace(path)
 
 
 _code: int | None = None  # the exit code, once ``leave`` has it

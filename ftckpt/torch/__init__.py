@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, UnsupportedError
@@ -65,7 +65,7 @@ def attach(
     scheduler: Stateful | None = None,
     objects: Mapping[str, Stateful] | None = None,
     config: Config | None = None,
-) -> Checkpointer | DisabledCheckpointer:
+) -> Checkpointer:
     """Creates a checkpointer for this rank's training state, fenced before each step of the optimizer.
 
     Collective. Call it after all arguments are built and any checkpoint on storage is loaded. Then call
@@ -94,7 +94,7 @@ def attach(
     if config is None:
         log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
     if config is None or is_off(config):
-        return DisabledCheckpointer()
+        return cast("Checkpointer", DisabledCheckpointer())  # scripts need not tell them apart
     _check(config, model, optimizer := _inner(optimizer), objects)
     from ftckpt.torch import hooks
 
