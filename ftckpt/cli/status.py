@@ -111,8 +111,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     idle SMP stops, null while a rank trains. ``iteration``: the last step boundary that a rank has passed. ``whole``,
     ``protected``: the newest committed and the newest protected snapshot, -1: none. ``protects``: whether protection
     is on. ``restart``: a ``RestartForecast``; ``lost_iterations``, null if training's progress is unknown; ``gone``:
-    the nodes that do not answer, counted as lost. ``late``: the rank that the others wait for, see
-    ``smp.stall.late_rank``.
+    the nodes that do not answer, counted as lost. ``late``: see ``smp.stall.late_rank``.
 
     Raises:
         ArenaError: the job has no memory on this machine.

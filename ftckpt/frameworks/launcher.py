@@ -207,10 +207,8 @@ def code_if_over(job: str | None = None) -> int | None:
     run.remove_leftovers()
     if outcome.code:
         _leave_for_table(outcome.text)
-    # The failing attempt has printed the text, and torchrun's table repeats it. The first rank prints it, because
-    # torchrun then ends the others.
-    speaks = os.environ.get("GROUP_RANK", "0") == "0" and (outcome.code == 0 or _ERROR_FILE not in os.environ)
-    if speaks and run.repeat():
+    # The failing attempt has printed the text, and torchrun's table repeats it.
+    if os.environ.get("RANK", "0") == "0" and (outcome.code == 0 or _ERROR_FILE not in os.environ):
         _print(outcome.text)
     return outcome.code
 
@@ -300,17 +298,14 @@ def refuse(error: FtckptError) -> int:
 
 
 def _print(text: str) -> None:
-    print(_in_line(text), file=sys.stderr, flush=True)
-
-
-def _in_line(text: str) -> str:
-    return f"ftckpt: {' '.join(text.split())}"
+    print(f"ftckpt: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
 def _leave_for_table(text: str) -> None:
     """Has torchrun's table of failures, the last lines that users see, show ``text`` for this process."""
     if path := os.environ.get(_ERROR_FILE):
-        message = {"message": _in_line(text), "extraInfo": {"timestamp": str(int(time.time()))}}
+        words = f"ftckpt: {' '.join(text.split())}"
+        message = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):  # replaced: torchrun fails on an incomplete file
             Path(f"{path}.part").write_text(json.dumps({"message": message}))
             Path(f"{path}.part").replace(path)

@@ -27,11 +27,10 @@ ray 2.60.0
 """
 
 
-def _table(text: str) -> dict[str, list[str]]:
-    return {program: releases for program, *releases in map(str.split, text.strip().splitlines())}
-
-
-TESTED, TRIED = _table(_TESTED), _table(_TRIED)
+TESTED, TRIED = (
+    {program: releases for program, *releases in map(str.split, text.strip().splitlines())}
+    for text in (_TESTED, _TRIED)
+)
 
 
 def admit(program: str, version: str, config: Config) -> str:

@@ -51,15 +51,14 @@ class RunOutcome:
 
     ``code``: None while the run may continue, otherwise the exit code of every further attempt, for the reason
     ``text``. ``starts``: starts of ``job`` since the last committed snapshot or the last progress beyond earlier
-    attempts. ``repeated``: the last attempt has logged the reason again. ``arena``: the root of snapshots that a
-    rank may have left behind by crashing during their removal. ``attempts``: all starts of ``job``. ``furthest``:
-    the furthest boundary that an attempt is known to have passed, except the current one.
+    attempts. ``arena``: the root of snapshots that a rank may have left behind by crashing during their removal.
+    ``attempts``: all starts of ``job``. ``furthest``: the furthest boundary that an attempt is known to have passed,
+    except the current one.
     """
 
     starts: int = 0
     code: int | None = None
     text: str = ""
-    repeated: bool = False
     arena: str = ""
     job: str = ""
     attempts: int = 0
@@ -170,18 +169,6 @@ class LauncherRun:
         if self._is_done:
             self._is_done = False
             self._change(lambda now: replace(now, code=now.code or None))
-
-    def repeat(self) -> bool:
-        """Mark the reason as repeated; returns whether this process is the first, which logs it again."""
-        is_first = True
-
-        def change(now: RunOutcome) -> RunOutcome:
-            nonlocal is_first
-            is_first = not now.repeated
-            return replace(now, repeated=True)
-
-        self._change(change)
-        return is_first
 
     def remove_leftovers(self) -> None:
         """Remove the snapshots of a completed job: a rank may have crashed before it removed them."""

@@ -103,11 +103,7 @@ class SmpClient:
 
 
 def ask_node(description: Mapping[str, Any], node: str, request: SmpRequest, timeout_secs: float) -> Reply:
-    """Ask the SMP of ``node``, whose address and secret are in the job's ``description``.
-
-    Raises:
-        FtckptError: it does not answer, or refuses.
-    """
+    """Ask the SMP of ``node`` by the job's ``description``. Raises FtckptError if it does not answer, or refuses."""
     settings = description.get("settings", {})
     try:
         host, port = description["peers"][node]

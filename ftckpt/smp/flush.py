@@ -134,19 +134,14 @@ class Flush:
         self._events = events
         self.halted = False
         """Whether it was stopped."""
-        self._read_bytes: dict[str, int] = {}  # by arena: a shard may be read again, and two are read at a time
+        self.read_bytes: dict[str, int] = {}
+        """Bytes read so far, by shard: two are read at a time, and one may be read again."""
         self.total_bytes = 0
-        """Bytes of this node's shards; 0 until they are known."""
         self._over = threading.Event()
         """Set when it was stopped, or one of its files has failed."""
         export_by = time.monotonic() + _EXPORTED_BY * orders.timeout_secs
         self._thread = threading.Thread(target=self._run, args=(before, export_by), name="smp-flush", daemon=True)
         self._thread.start()
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that have been read for storage."""
-        return sum(self._read_bytes.copy().values())
 
     def stop(self) -> None:
         """Cancel the flush. This node's partial files are removed; after its marker it removes nothing."""
@@ -296,7 +291,7 @@ class Flush:
         )
 
     def _paced(self, shard: str, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
-        self._read_bytes[shard] = 0
+        self.read_bytes[shard] = 0
         for piece in pieces:
             # Storage shares the network with other nodes' transfers.
             for wait_secs in chain(self._pace.memory(len(piece)), self._pace.receive()):
@@ -304,7 +299,7 @@ class Flush:
             if self._over.is_set():
                 raise _Cancellation
             yield piece
-            self._read_bytes[shard] += len(piece)
+            self.read_bytes[shard] += len(piece)
 
     def _settle(self, storage: Storage, pending: CheckpointTransaction) -> None:
         """Wait until the snapshot is committed, by one node after all are done."""

@@ -12,9 +12,9 @@ from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.smp import stall
 from ftckpt.smp.footprint import store_description
 from ftckpt.smp.reports import rank_report
-from ftckpt.smp.stall import Patience, StallWatch, late_rank
+from ftckpt.smp.stall import StallWatch, late_rank
 
-PATIENCE = Patience(5.0, 3.0)
+PATIENCE = (5.0, 3.0)
 
 
 def one(rank: int, iteration: int, secs: float, step_secs: float | None, usual: float | None = 2.0) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def test_usual_steps_are_not_late(ranks: list[dict[str, Any]], behind: int | Non
 
 
 def test_a_late_step_is_reported_once(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "EVENT", Patience(0.05, 2.0))
+    monkeypatch.setattr(stall, "EVENT", (0.05, 2.0))
     monkeypatch.setattr(stall, "_LOOK_SECS", 0.0)
     node_dir = arena_root / "n1"
     node_dir.mkdir()
