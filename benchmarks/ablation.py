@@ -45,7 +45,6 @@ ROWS = {
     "interval auto": _without(interval="auto"),
     "not protected": _without(protect="none", protect_interval=None),
     "protected within the node": _without(protect="node"),
-    "protected by copies": _without(protect="copy"),
     "no storage": _without(persist_interval=None),
     "storage compressed": _without(persist_compress="zstd"),
 }

@@ -63,11 +63,11 @@ class NewSlots(TwoNodes):
         capture: Any = self.checkpointer.capture
         begin = capture.begin
 
-        def begin_empty(snapshot: Any, keep: Any, *rest: Any, **more: Any) -> Any:
-            memory = np.frombuffer(capture.arena.slot(capture.writable(keep)[0]), np.uint8)
+        def begin_empty(*args: Any, slots: Any, **more: Any) -> Any:
+            memory = np.frombuffer(capture.arena.slot(slots[0]), np.uint8)
             if madvise(memory.ctypes.data, memory.nbytes, _MADV_REMOVE):
                 raise OSError(ctypes.get_errno(), "madvise")
-            return begin(snapshot, keep, *rest, **more)
+            return begin(*args, slots=slots, **more)
 
         capture.begin = begin_empty
 

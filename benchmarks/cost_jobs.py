@@ -130,13 +130,13 @@ SYSTEMS: dict[str, type[System]] = {
 }
 
 
-def timed(job: Any, call: Callable[[], object]) -> Callable[[], None]:
+def timed(job: Any, call: Callable[..., object]) -> Callable[..., None]:
     """``call``, whose time counts as blocked."""
 
-    def wrapped() -> None:
+    def wrapped(*args: Any) -> None:
         begin = time.perf_counter()
         try:
-            call()
+            call(*args)
         finally:
             job.blocked_secs += time.perf_counter() - begin
 
