@@ -86,7 +86,7 @@ _SILU = {"hidden_act": "silu"}
 _UNBIASED = {**_SILU, "attention_bias": False}
 
 
-class Rule(NamedTuple):
+class Renaming(NamedTuple):
     """The Hugging Face names of the parts of a tensor; several parts with one name are joined."""
 
     parts: tuple[str, ...]
@@ -107,7 +107,7 @@ class Family:
     layer: str = "model.layers.{layer}"
     arguments: tuple[tuple[str, Any], ...] = (("swiglu", True), ("position_embedding_type", "rope"))
 
-    def rules(self) -> dict[str, Rule]:
+    def rules(self) -> dict[str, Renaming]:
         """The rules by patterns of Megatron's names."""
         found = {}
         for source, cut, names in re.findall(r"(\S+) +(\S+) +(\S+)", self.table):
@@ -115,7 +115,7 @@ class Family:
             choice = re.search(r"\{(\w+(?:,\w+)+)\}", template)
             parts = [template.replace(choice[0], part) for part in choice[1].split(",")] if choice else [template]
             name = "decoder.layers.{layer}" + source if source.startswith(".") else source
-            found[name] = Rule(tuple(parts), cut.strip("-T"), cut.endswith("T"), "{expert}" in template)
+            found[name] = Renaming(tuple(parts), cut.strip("-T"), cut.endswith("T"), "{expert}" in template)
         return found
 
 
@@ -125,7 +125,7 @@ FAMILIES = {
         (("swiglu", False), ("position_embedding_type", "learned_absolute")),
     ),
     "llama": Family("LlamaForCausalLM", _LLAMA + _DENSE, _LLAMA_KEYS, {**_UNBIASED, "mlp_bias": False}),
-    "mistral": Family("MistralForCausalLM", _LLAMA + _DENSE, _LLAMA_KEYS, _SILU),
+    "mistral": Family("MistralForCausalLM", _LLAMA + _DENSE, _LLAMA_KEYS, {**_SILU, "sliding_window": None}),
     "mixtral": Family("MixtralForCausalLM", _LLAMA + _MIXTRAL, _MIXTRAL_KEYS, _SILU),
     "qwen2": Family("Qwen2ForCausalLM", _LLAMA + _QKV_BIAS + _DENSE, _LLAMA_KEYS, _SILU),
     "qwen3": Family("Qwen3ForCausalLM", _LLAMA + _HEAD_NORMS + _DENSE, _LLAMA_KEYS, _UNBIASED),
