@@ -46,13 +46,14 @@ class Tiny:
         return {**common, **sizes, **more, **self.config}
 
 
+_QWEN_MOE = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES = {
     "gpt2": Tiny(groups=4, is_tied=True),
     "llama": Tiny(),
     "mixtral": Tiny(groups=1, config={"num_local_experts": EXPERTS, "num_experts_per_tok": 2}),
     "qwen2": Tiny(is_tied=True),
     "qwen3": Tiny(head_dim=10, is_tied=True),
-    "qwen3_moe": Tiny(groups=4, head_dim=10, config={"num_experts": EXPERTS, "num_experts_per_tok": 2}),
+    "qwen3_moe": Tiny(groups=4, head_dim=10, config=_QWEN_MOE),
 }
 ARGUMENTS = {
     "num_attention_heads": 4, "norm_epsilon": 1e-4, "rotary_base": 5000, "max_position_embeddings": POSITIONS,

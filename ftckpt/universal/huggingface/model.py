@@ -158,7 +158,7 @@ class MegatronModel:
                     made = Tensor(key, tensor.dtype, shape[::-1] if rule.is_transposed else shape)
                     yield made, SourceUnits(tensor, runs, items, rule.is_transposed)
 
-    def _match(self, weights: Sequence[Tensor]) -> list[tuple[Tensor, str, Mapping[str, Value]]]:
+    def _match(self, weights: Sequence[Tensor]) -> Sequence[tuple[Tensor, str, Mapping[str, Value]]]:
         patterns = {text: Pattern.glob(text) for text in self._rules}
         hits = [(each, text, pattern.match(each.name)) for each in weights for text, pattern in patterns.items()]
         matched = [(tensor, text, captured) for tensor, text, captured in hits if captured is not None]
