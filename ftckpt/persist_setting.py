@@ -9,7 +9,7 @@ from ftckpt.errors import ConfigError
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https", "memory", "file")
 """URL schemes that obstore supports; a list, because obstore need not be installed to plan a job."""
 
-PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal", "safetensors")
+PERSIST_FORMATS = ("snapshot", "universal", "megatron-dist", "deepspeed-universal", "safetensors", "huggingface")
 """Formats on storage: ftckpt's own first, then the formats of ``ftckpt convert --to``."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import resource
@@ -13,7 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from os import _exit as exit_now
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ftckpt.cli.answers import Answer, Lines, ProgressLine
 from ftckpt.cli.options import add_arena, size_of
@@ -42,6 +43,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spec", metavar="FILE|NAME", help="where parameters are, if not in the checkpoint")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the specification"
+    )
+    parser.add_argument(
+        "--hf-config", type=Path, metavar="FILE", help="keys of config.json that SRC does not have; --to huggingface"
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="which snapshot of arenas (default: the newest)")
     parser.add_argument("--roles", metavar="LIST", help="only these: weight,master,exp_avg,… (default: all)")
@@ -91,11 +95,13 @@ def _run(arguments: argparse.Namespace) -> Lines:
     from ftckpt.universal.conversion import prepare
     from ftckpt.universal.conversion import run as run_conversion
     from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
+    from ftckpt.universal.huggingface.writer import load_config
 
-    options = _options(arguments)
+    hf_config = load_config(arguments.hf_config) if arguments.hf_config is not None else None
+    options = _options(arguments, hf_config)
     spec = _spec(arguments)
     with closing(open_reader(arguments.source, ReadOptions(spec, arguments.iteration, options.roles))) as reader:
-        writer = open_writer(arguments.destination, arguments.to, arguments.max_file)
+        writer = open_writer(arguments.destination, arguments.to, arguments.max_file, hf_config)
         conversion = prepare(reader, writer, options)
         yield from _described(conversion, options, spec, arguments)
         names, destination = [unit.name for unit in conversion.units], str(arguments.destination)
@@ -113,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> Lines:
         yield Answer({**value, "written": True, "verified": arguments.verify})
 
 
-def _options(arguments: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace, hf_config: dict[str, Any] | None) -> Options:
     from ftckpt.universal.conversion import Options
 
     roles = frozenset(filter(None, arguments.roles.split(","))) if arguments.roles is not None else None
@@ -123,6 +129,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         # Resolved: the same command from another directory resumes the conversion.
         "source": " ".join(str(path.resolve()) for path in arguments.source),
         "--to": arguments.to,
+        "--hf-config": json.dumps(hf_config, sort_keys=True),
         "--spec": f"{arguments.spec or ''} {' '.join(sorted(arguments.set))}".strip(),
     }
     options = Options(max_memory=arguments.max_memory, roles=roles, identity=identity)

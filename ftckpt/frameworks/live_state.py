@@ -12,6 +12,7 @@ from ftckpt.frameworks.extra_state import ExtraState
 from ftckpt.frameworks.flags import TrainingFlags
 from ftckpt.frameworks.late_changes import LateChanges
 from ftckpt.frameworks.live_tensors import Holders, LiveTensors
+from ftckpt.frameworks.model_config import model_config
 from ftckpt.frameworks.optimizers import save_groups, state_tensors
 from ftckpt.frameworks.tensors import unwrapped
 from ftckpt.frameworks.torch_state import (
@@ -66,6 +67,7 @@ class LiveState:
         self._extra = [ExtraState(root, self._saves_extra_state) for root in roots.values()]
         self._live = LiveTensors(self._live_tensors, self._holders, self.inside)
         self.late_changes = LateChanges(self._changing, self.late_remedy, self.frozen)
+        self._model = self._describe_model()
         self._loaded_rng: Mapping[str, Any] | None = None
         self._built: Mapping[str, Any] | None = None
 
@@ -95,7 +97,7 @@ class LiveState:
         own = self._save()
         self.late_changes.boundary()
         shared = {"rng": self.save_rng(), "scheduler": schedulers.save(self._scheduler())}
-        return {**shared, **own, "objects": save_all(self._objects)}
+        return {**shared, **own, "model": self._model, "objects": save_all(self._objects)}
 
     def check_objects(self, objects: Sequence[Mapping[str, Any]], is_reshaped: bool) -> None:
         """See TrainingState; a subclass compares the kinds of optimizers."""
@@ -120,6 +122,10 @@ class LiveState:
 
     def _describe(self) -> tuple[Description, Iterable[tuple[str, torch.Tensor]]]:
         raise NotImplementedError
+
+    def _describe_model(self) -> str:
+        """JSON that describes the model to ``ftckpt convert --to huggingface``; empty if there is none."""
+        return model_config(self._roots.values())
 
     def _scheduler(self) -> Any:
         """The learning rate scheduler, or None."""

@@ -17,6 +17,7 @@ from ftckpt.frameworks.torch_state import Stateful
 from ftckpt.megatron import optimizers
 from ftckpt.megatron.fp8 import ScalingState
 from ftckpt.megatron.geometry import Geometry, place_tensors
+from ftckpt.megatron.model_arguments import model_arguments
 from ftckpt.model.training_state import Description, Piece
 
 
@@ -93,6 +94,9 @@ class MegatronState(LiveState):
 
     def _scheduler(self) -> Stateful:
         return self._lr_scheduler
+
+    def _describe_model(self) -> str:
+        return model_arguments(self._chunks[0])
 
     def _optimizers(self) -> Sequence[Any]:
         return [leaf.optimizer for leaf in self._leaves]

@@ -45,6 +45,7 @@ _FORMS = {
     "megatron-dist": _Form("latest_checkpointed_iteration.txt", True, "{}"),
     "deepspeed-universal": _Form("latest_universal", True, "global_step{}"),
     "safetensors": _Form("latest", False, "iter_{:07d}\n"),
+    "huggingface": _Form("latest", False, "iter_{:07d}\n"),
 }
 
 

@@ -219,11 +219,19 @@ Get = Callable[[Tensor, int, int], Bytes]
 class Writer(Protocol):
     """Writes consolidated tensors into ``destination``, which gets its final name in ``finish``.
 
-    The caller calls ``plan``, ``destination.begin``, ``write`` for each unit, ``finish``, and ``destination.release``
-    in any case.
+    The caller calls ``rename``, ``plan``, ``destination.begin``, ``write`` for each unit, ``finish``, and
+    ``destination.release`` in any case.
     """
 
     destination: Destination
+
+    def rename(self, catalog: Catalog, tensors: Sequence[Tensor], get: Get) -> tuple[Sequence[Tensor], Get]:
+        """The tensors to write under the names of the destination, and the function that reads them.
+
+        Raises:
+            ConvertError: see ``plan``.
+        """
+        return tensors, get
 
     def plan(self, catalog: Catalog, tensors: Sequence[Tensor]) -> list[Unit]:
         """All files to write; deterministic.

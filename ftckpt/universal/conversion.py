@@ -97,6 +97,7 @@ def prepare(reader: Reader, writer: Writer, options: Options) -> Conversion:
     consolidator = Consolidator(reader)
     get = deriving(reader.catalog, consolidator.tensors, consolidator.get)
     catalog, tensors = _selected(reader.catalog, consolidator.tensors, options.roles)
+    tensors, get = writer.rename(catalog, tensors, get)
     units = tuple(writer.plan(catalog, tensors))
     if len({unit.name for unit in units}) != len(units):
         raise ConvertError("two files of the destination would have the same name")

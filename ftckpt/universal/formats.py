@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftckpt.errors import ConvertError
 from ftckpt.persist.paths import locate
@@ -18,6 +18,7 @@ from ftckpt.universal.deepspeed import universal_reader as deepspeed_universal
 from ftckpt.universal.deepspeed.reader import DeepSpeedReader
 from ftckpt.universal.deepspeed.universal_reader import DeepSpeedUniversalReader
 from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
+from ftckpt.universal.huggingface.writer import HuggingFaceWriter
 from ftckpt.universal.language.spec import Spec
 from ftckpt.universal.megatron import dist_reader as megatron_dist
 from ftckpt.universal.megatron import legacy_reader as megatron_legacy
@@ -114,6 +115,7 @@ _WRITERS: dict[str, Callable[[Path, int], Writer]] = {
     "deepspeed-universal": lambda path, max_file_bytes: DeepSpeedUniversalWriter(path),
     "megatron-dist": _megatron_dist_writer,
     "safetensors": WeightsWriter,
+    "huggingface": HuggingFaceWriter,
 }
 
 _NUMBER = re.compile(r"\d+$")
@@ -191,8 +193,18 @@ def description(path: Path) -> str:
     return f"has {title}, not ftckpt snapshots: 'ftckpt convert' reads it"
 
 
-def open_writer(path: Path, to: str, max_file_bytes: int = MAX_FILE_BYTES) -> Writer:
-    """A writer of format ``to`` at ``path``. Raises ConvertError for an unknown format."""
+def open_writer(
+    path: Path, to: str, max_file_bytes: int = MAX_FILE_BYTES, hf_config: Mapping[str, Any] | None = None
+) -> Writer:
+    """A writer of format ``to`` at ``path``; ``hf_config``: see ``HuggingFaceWriter``.
+
+    Raises:
+        ConvertError: the format is unknown, or has no use for ``hf_config``.
+    """
     if to not in _WRITERS:
         raise ConvertError(f"--to: unknown format {to!r}; known are {', '.join(_WRITERS)}")
+    if hf_config is not None:
+        if _WRITERS[to] is not HuggingFaceWriter:
+            raise ConvertError(f"--hf-config: --to {to} does not use it; --to huggingface does")
+        return HuggingFaceWriter(path, max_file_bytes, hf_config)
     return _WRITERS[to](path, max_file_bytes)

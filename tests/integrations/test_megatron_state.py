@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections import defaultdict
 from typing import Any
@@ -93,6 +94,9 @@ def test_objects_of_one_layout_are_taken_in_another() -> None:
     encoded, source = saved(2, [*FP16, "--pp", "2"], 3)
     lr = {group["lr"] for optimizer in source[0]["optimizers"] for group in optimizer["groups"]}
     assert len(lr) == 1
+    model = json.loads(source[1]["model"])  # for convert --to huggingface
+    found = tuple(model[name] for name in ("num_attention_heads", "layernorm_epsilon", "max_position_embeddings"))
+    assert found == (4, 1e-5, 32) and model["position_embedding_type"] == "learned_absolute" and not model["swiglu"]
     for result in run_ranks(reshaped, 4, [*FP16, "--tp", "2"], encoded):
         value = result.value
         assert value["lr"] == lr

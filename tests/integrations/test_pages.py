@@ -149,14 +149,18 @@ def test_start_inspect_open_kill_clean(live_job: subprocess.Popen[bytes]) -> Non
 
 
 def convert() -> None:
-    """Converts the job's memory to the universal form and to Megatron's; the folders are the README's own."""
-    made = [ROOT / "runs" / f"readme-{kind}" for kind in ("universal", "megatron")]
+    """Converts the job's memory to the universal form, Megatron's and Hugging Face's; in the README's folders."""
+    made = [ROOT / "runs" / f"readme-{kind}" for kind in ("universal", "megatron", "hf")]
     for path in made:
         shutil.rmtree(path, ignore_errors=True)
     try:
         converted = run(block("bash", "runs/readme-megatron"), timeout_secs=120)
         assert converted.returncode == 0, converted.stderr
-        assert (made[0] / "manifest.json").exists() and list(made[1].rglob("*.distcp"))
+        assert (
+            (made[0] / "manifest.json").exists()
+            and list(made[1].rglob("*.distcp"))
+            and (made[2] / "config.json").exists()
+        )
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)

@@ -25,9 +25,9 @@ TRAINING = (
 LOSS = re.compile(r"^\{'loss': '(\S+)'.*'learning_rate': '(\S+)', 'epoch': '(\S+)'\}$", re.MULTILINE)
 
 
-def train_gpt2(folder: Path, arena: Path, kills: int) -> dict[str, Any]:
-    """The result and the losses of a training, of which rank 1 is killed so many times."""
-    script = "launch/train_transformers.py", f"--output_dir={folder}", *TRAINING
+def train_gpt2(folder: Path, arena: Path, kills: int, *more: str) -> dict[str, Any]:
+    """The result and the losses of a training, of which rank 1 is killed so many times; ``more`` settings."""
+    script = "launch/train_transformers.py", f"--output_dir={folder}", *TRAINING, *more
     result, log = train(install("transformers", RELEASES), folder, arena, kills, *script)
     return {"losses": {epoch: (loss, rate) for loss, rate, epoch in LOSS.findall(log)}, **result}
 

@@ -28,12 +28,14 @@ _LAYOUT = {
 class Model:
     """``config`` are fields of (MLA)TransformerConfig; ``vocabulary`` None pads 257 tokens for the layout.
 
-    ``grouped``: legacy grouped experts; ``mla``: multi-latent attention; ``sharded``: distributed optimizer.
+    ``grouped``: legacy grouped experts; ``mla``: multi-latent attention; ``rope``: rotary positions; ``sharded``:
+    distributed optimizer.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     grouped: bool = False
     mla: bool = False
+    rope: bool = False
     untied: bool = False
     vocabulary: int | None = 272
     sharded: bool = True
@@ -126,7 +128,7 @@ def _gpt(model: Model, layout: Mapping[str, int], config: Any, stage: int | None
         latent.TELinear = type("TELinear", (), {})  # it asks whether layers are of this kind
     if model.mla or layout.get("cp", 1) > 1:
         spec.submodules.self_attention.submodules.core_attention = PlainAttention
-    rope = model.mla or bool(config.mtp_num_layers)
+    rope = model.rope or model.mla or bool(config.mtp_num_layers)
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=stage)

@@ -7,7 +7,7 @@ else the checkpoint's ``universal_checkpoint_info``, describes tensor-parallel s
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +144,8 @@ class DeepSpeedReader(FileReader):
         files = find_files(path)
         parts = _all_slices(files, roles)
         places = _places(files, parts, spec)
-        placed = ((each, places.get(_place_key(each))) for each in parts)
-        stored = [one for each, place in placed if place is not None for one in stored_in(each, place, each.role)]
+        placed = _trained(files, ((each, places.get(_place_key(each))) for each in parts))
+        stored = [one for each, place in placed for one in stored_in(each, place, each.role)]
         first = files.models()[0][1]
         state = files.load(first)
         cast = precision(state.get("ds_config"))
@@ -159,6 +159,21 @@ class DeepSpeedReader(FileReader):
             objects={"deepspeed": _objects(files), "precision": cast},
             derived=derived_weights({each.fragment.key for each in stored}, cast),
         )
+
+
+def _trained(
+    files: Files, placed: Iterable[tuple[ParameterSlice, Placement | None]]
+) -> Iterator[tuple[ParameterSlice, Placement]]:
+    """The parts that have a place; of tensors that are averaged only those of their first pipeline stage: a module
+    that the last one ties to the first may have parameters that it does not use, and so does not train."""
+    stages = {path: numbers.mp // files.tp for kind in files.kinds for numbers, path in files.of(kind)}
+    first: dict[tuple[str, str], int] = {}
+    for part, placement in placed:  # in the order of stages
+        if placement is None:
+            continue
+        stage = stages[part.file]
+        if not placement.average or first.setdefault((part.role, part.name), stage) == stage:
+            yield part, placement
 
 
 def _all_slices(files: Files, roles: Collection[str] | None) -> list[ParameterSlice]:

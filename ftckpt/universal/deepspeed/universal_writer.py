@@ -17,7 +17,7 @@ import torch
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
-from ftckpt.universal.catalog import TORCH_DTYPES, Catalog, Get, Rows, Tensor, Unit
+from ftckpt.universal.catalog import TORCH_DTYPES, Catalog, Get, Rows, Tensor, Unit, Writer
 from ftckpt.universal.consolidation import cast, refuse_remainders
 from ftckpt.universal.deepspeed.division import SUB_PARAMETERS_CLASS, Division
 from ftckpt.universal.deepspeed.files import LATEST_UNIVERSAL
@@ -61,7 +61,7 @@ _GROUPS = 64
 _FILE_BYTES = 4096
 
 
-class DeepSpeedUniversalWriter:
+class DeepSpeedUniversalWriter(Writer):
     """Writes a DeepSpeed universal checkpoint into ``path``: ``latest_universal`` and the directory it names."""
 
     def __init__(self, path: Path) -> None:

@@ -68,6 +68,12 @@ def arguments_of(objects: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
+def recorded_model(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of the model that the ranks of a snapshot saved; empty if they did not."""
+    found = next((shard["model"] for shard in shards_of(objects) if shard.get("model")), "{}")
+    return dict(json.loads(found))
+
+
 def shards_of(objects: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The objects of each rank of a snapshot; empty for another source."""
     return [shard for shard in (objects.get("shards") or {}).values() if isinstance(shard, Mapping)]

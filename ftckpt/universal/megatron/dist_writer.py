@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ftckpt.array_types import Bytes
 from ftckpt.errors import ConvertError
-from ftckpt.universal.catalog import TORCH_DTYPES, WEIGHTS_ALONE, Catalog, Get, Rows, Tensor, Unit
+from ftckpt.universal.catalog import TORCH_DTYPES, WEIGHTS_ALONE, Catalog, Get, Rows, Tensor, Unit, Writer
 from ftckpt.universal.consolidation import WEIGHT, master_of, refuse_remainders, require_weights, with_derived
 from ftckpt.universal.foreign import pickles
 from ftckpt.universal.megatron import names
@@ -41,7 +41,7 @@ _CONFIG = {
 }
 
 
-class MegatronDistWriter:
+class MegatronDistWriter(Writer):
     """Writes a directory as Megatron's ``--save`` does: ``iter_0000005`` and the file that names the newest.
 
     The layers of homogeneous blocks are stacked, as in Megatron (``stack=False``: never), which ``content_metadata``

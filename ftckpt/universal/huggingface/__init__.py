@@ -1,0 +1,1 @@
+"""Checkpoints that ``from_pretrained`` of Hugging Face transformers loads."""
