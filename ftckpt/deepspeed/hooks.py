@@ -28,7 +28,6 @@ import deepspeed
 import torch
 from packaging.version import Version
 
-from ftckpt.deepspeed import optimizers
 from ftckpt.deepspeed.active_engine import steps_of
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks import charts, versions
@@ -130,8 +129,6 @@ class EngineHooks:
         # ZeRO's optimizers write their flat tensors in this method; all others first write in the inner step.
         owner, name = (outer, "_optimizer_step") if hasattr(outer, "_optimizer_step") else (inner, "step")
         self.patches.wrap(owner, name, self._fenced)
-        if any(optimizers.muon_groups(outer)):
-            self.patches.wrap(outer, "_commit_muon_momentum", self._fenced)  # before the step of any group
         backup = getattr(outer, "backup_optimizer", None)  # the second optimizer of a partial offload
         for optimizer in (inner, backup) if backup is not None else (inner,):
             handle = optimizer.register_step_pre_hook(Hook(optimizer, lambda *_: self.checkpointer.fence()))

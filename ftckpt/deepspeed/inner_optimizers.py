@@ -28,8 +28,6 @@ def materialise(inner: Any) -> None:
         UnsupportedError: an optimizer that ftckpt does not know.
     """
     first_state = _FIRST_STATE.get(_name(inner))
-    if (auxiliary := getattr(inner, "aux_optimizer", None)) is not None:
-        materialise(auxiliary)  # its state is Muon's
     with _trained_only(inner):
         if type(inner) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD) or is_fused_adam(inner):
             live.materialise(inner)
@@ -128,12 +126,6 @@ def _cpu_adam(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dic
     return {"step": 0, **moments}
 
 
-def _muon(inner: Any, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    if group["use_muon"]:
-        return {}  # see ``optimizers.muon_groups``
-    return {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-
-
 def _catch_up_cpu_adam(inner: Any, numbers: Numbers) -> None:
     """Advances the compiled optimizer to the loaded step, so that its bias correction is bit-exact.
 
@@ -153,5 +145,4 @@ def _catch_up_cpu_adam(inner: Any, numbers: Numbers) -> None:
 _FIRST_STATE: dict[str, Callable[[Any, dict[str, Any], torch.Tensor], dict[str, Any]]] = {
     "deepspeed.ops.adam.fused_adam.FusedAdam": _fused_adam,
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _cpu_adam,
-    "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam": _muon,
 }

@@ -22,10 +22,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ftckpt.deepspeed import inner_optimizers
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.optimizers import ParameterRange, stepped_pieces
-from ftckpt.frameworks.tensors import ParameterBoxes, flat, fragments
+from ftckpt.frameworks.tensors import ParameterBoxes, flat
 from ftckpt.model.training_state import Piece
-
-_MOMENTUM = "momentum_buffer"
 
 
 def check(optimizer: Any) -> None:
@@ -55,31 +53,9 @@ def pieces(optimizer: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
 
     def tensors(part: ParameterRange) -> Mapping[str, Any]:
         # Step counts that are Python numbers are saved with the hyperparameters: see inner_optimizers.
-        found = {name: v for name, v in state[part.owner].items() if not inner_optimizers.is_number(v)}
-        return {name: v for name, v in found.items() if (part.owner, name) not in whole}
+        return {name: v for name, v in state[part.owner].items() if not inner_optimizers.is_number(v)}
 
-    whole = {(owner, _MOMENTUM): parameters for _, owner, parameters in muon_groups(optimizer)}
-    yield from stepped_pieces(boxes, _ranges(optimizer), tensors)
-    for (owner, name), parameters in whole.items():
-        begin, momentum = 0, state[owner][name]
-        for parameter in parameters:
-            of_parameter = momentum[begin : begin + parameter.numel()]
-            for fragment, view in fragments(boxes[parameter], name, of_parameter, 0):
-                yield Piece(fragment, view, counted=momentum)
-            begin += parameter.numel()
-
-
-def muon_groups(optimizer: Any) -> Iterator[tuple[int, torch.Tensor, Sequence[torch.nn.Parameter]]]:
-    """Groups that ZeRO 1 or 2 steps by Muon: number, partition, and parameters with elements in it.
-
-    Each rank has the momentum of all elements of these parameters, also of those in another rank's partition.
-    """
-    if type(optimizer) is DeepSpeedZeroOptimizer:
-        for number, (group, parameters) in enumerate(
-            zip(optimizer.optimizer.param_groups, optimizer.params_in_partition, strict=True)
-        ):
-            if group.get("use_muon") and parameters:
-                yield number, group["params"][0], parameters
+    return stepped_pieces(boxes, _ranges(optimizer), tensors)
 
 
 def stepped_parameters(optimizer: Any) -> set[torch.nn.Parameter]:
@@ -105,9 +81,6 @@ def materialise(optimizer: Any) -> None:
         UnsupportedError: an inner optimizer that ftckpt does not know.
     """
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3:
-        for number, owner, parameters in muon_groups(optimizer):
-            dtype = optimizer._gradient_reduction_buffer_dtype()
-            optimizer._muon_momentum_buffer(parameters, number, dtype, owner.device)
         inner_optimizers.materialise(inner(optimizer))
         return
     optimizer._set_fp32_optimizer_param_groups()  # ZeRO 3 empties its groups except during a step

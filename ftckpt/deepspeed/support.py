@@ -53,12 +53,6 @@ def _has_autoep(engine: Any) -> bool:
     return bool(getattr(engine._config.expert_parallel_config, "enabled", False))
 
 
-def _is_unknown_muon(engine: Any) -> bool:
-    if not any("use_muon" in group for group in getattr(engine.basic_optimizer, "param_groups", ())):
-        return False
-    return not hasattr(engine.optimizer, "_commit_muon_momentum") or bool(engine.optimizer.cpu_offload)
-
-
 _USE_CPU = "use device cpu: state on NVMe is not in memory"
 REFUSALS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
     ("zero_optimization.offload_optimizer.device nvme", _USE_CPU, lambda one: _on_nvme(one.zero_offload_optimizer())),
@@ -85,8 +79,8 @@ REFUSALS: tuple[tuple[str, str, Callable[[Any], object]], ...] = (
      lambda one: one.data_efficiency_enabled()),
     ("compile.deepcompile", "set it to false and do not call engine.compile()",
      lambda one: one.is_deepcompile_enabled() or one.is_compiled),
-    ("optimizer.type Muon", "use zero_optimization.stage 1 or 2 of DeepSpeed 0.19.8, and no offload_optimizer",
-     _is_unknown_muon),
+    ("optimizer.type Muon", "use AdamW",
+     lambda one: any("use_muon" in group for group in getattr(one.basic_optimizer, "param_groups", ()))),
     ("LoRA of OptimizedLinear", "use layers of torch.nn", lambda one: one.optimized_linear_lora_enabled),
 )  # fmt: skip
 """Each field that is an error if its function returns true for an engine, its remedy, and the function."""

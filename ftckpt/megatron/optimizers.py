@@ -39,10 +39,6 @@ def leaf_optimizers(optimizer: Any) -> list[Any]:
     Raises:
         UnsupportedError: an optimizer or one of its settings is not supported.
     """
-    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":  # since 0.16
-        raise UnsupportedError(
-            "LayerWiseDistributedOptimizer is not supported: its ranks step other parameters; use --optimizer muon"
-        )
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     # Megatron uses a stub if a rank has no parameters of a kind.
     leaves = [leaf for leaf in chain if not getattr(leaf, "is_stub_optimizer", False)]
@@ -73,10 +69,7 @@ def pieces(leaf: Any, boxes: ParameterBoxes) -> Iterator[Piece]:
     Raises:
         UnsupportedError: state is neither per element nor a single number; names the parameter.
     """
-    if type(leaf.optimizer).__name__ == "TensorParallelMuon":
-        leaf.init_state_fn(leaf.optimizer)
-    else:
-        live.materialise(leaf.optimizer)
+    live.materialise(leaf.optimizer)
     return stepped_pieces(boxes, _READERS[type(leaf)](leaf), lambda part: _state(leaf.optimizer, part))
 
 

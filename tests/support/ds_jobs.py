@@ -28,7 +28,6 @@ SMALL: dict[str, Any] = {
 }
 """The configuration of models of some rows."""
 BF16 = {"bf16": {"enabled": True}}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}}}
 
 
 def fp16(power: int) -> dict[str, Any]:
@@ -64,8 +63,6 @@ SHAPES = {
     "zero1-fp16": Shape(2, config=fp16(19) | zero(1)),
     "zero1-fp32": Shape(2, config=zero(1)),
     "zero2": Shape(2, ["--tie"], BF16 | zero(2, overlap_comm=True)),
-    "zero1-muon": Shape(2, ["--tie"], BF16 | zero(1) | MUON),
-    "zero2-muon": Shape(2, config=fp16(19) | zero(2) | MUON),
     "zero2-offload": Shape(2, config=BF16 | zero(2, offload_optimizer={"device": "cpu"})),
     "zero3": Shape(2, config=BF16 | zero(3, stage3_param_persistence_threshold=100)),
     "zero3-fp32": Shape(2, ["--freeze"], zero(3, stage3_param_persistence_threshold=0)),
