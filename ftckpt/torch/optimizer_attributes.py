@@ -1,7 +1,8 @@
-"""Attributes of an optimizer, which no snapshot holds: what its steps change in them shows in their digests.
+"""Attributes of an optimizer and its class, which no snapshot holds: a change in them shows in their digests.
 
 Only values whose whole content can be compared have a digest: numbers, texts, tensors, containers of these, and
-code. Any other, such as a random generator, may change unnoticed, and is an error.
+code. Any other, such as a random generator, may change unnoticed, and is an error for an optimizer that is not
+torch's own.
 """
 
 from __future__ import annotations
@@ -9,25 +10,27 @@ from __future__ import annotations
 import logging
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.optimizers import CODE, is_constant
 from ftckpt.model.objects import encode
 from ftckpt.torch.geometry import local
 
-_MAX_DEPTH = 16
+_MAX_DEPTH, _MAX_PARTS = 16, 10_000
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes, bytearray))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, types.MappingProxyType))
-_SEQUENCES = frozenset((list, tuple, set, frozenset, deque, torch.Size))
+_SEQUENCES = frozenset((list, tuple, deque, torch.Size))
 _CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, complex, range, slice)
 _HANDLES = (
     logging.Logger,
@@ -38,8 +41,16 @@ _HANDLES = (
     torch._ops.OpOverloadPacket,
     type(lru_cache(len)),
 )
-_OF_TORCH = frozenset(("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_opt_called", "step"))
+_OF_TORCH = frozenset((
+    "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused",
+    "_opt_called", "step",
+))  # fmt: skip
 _STANDARD = frozenset(("defaults", "param_groups", "state")) | _OF_TORCH
+
+Path = tuple[Hashable, ...]
+"""The keys and indices that lead to a value in nested dicts, lists and tuples."""
+_digested = WeakIdKeyDictionary()
+"""Tensors of attributes: address and number of writes, and the digest of the content then."""
 
 
 class _OpaqueError(Exception):
@@ -51,26 +62,90 @@ class _OpaqueError(Exception):
         self.steps: list[str] = []
 
 
-def digests(optimizer: Any, known: set[int], kind: str) -> dict[str, int]:
-    """Digests of the attributes except the state, of settings in the groups that are not saved, and of marks on
-    parameters. ``known`` are the ids of parameters and state tensors. ``kind`` names the optimizer in errors.
+def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
+    """All parameters in the optimizer's groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields the values in nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        items: Any = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, inner in items:
+        yield from leaves(inner, (*path, key))
+
+
+def digests(optimizer: Any, kind: str) -> dict[str, int]:
+    """Digests of all that the optimizer can change and no snapshot holds: see ``watched``, and marks on parameters.
+
+    ``kind`` names the optimizer in errors.
 
     Raises:
         UnsupportedError: a value of an attribute or a group that cannot be compared.
     """
-    found: dict[str, int] = {}
-    for name, value in attributes(optimizer).items():
-        found[f"attribute {name}"] = _digest(value, optimizer, known, kind, f"attribute {name}")
-    found |= settings(optimizer, kind)
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            for name, value in vars(parameter).items():
-                where = f"attribute {name} of parameter {index} in group {number}"
-                try:
-                    found[where] = _hash(_plain(value, optimizer, known))
-                except _OpaqueError:  # such as a layer that it belongs to
-                    continue
+    found = watched(optimizer, kind) | settings(optimizer, kind)
+    for index, parameter in enumerate(parameters_of(optimizer)):
+        for name, value in vars(parameter).items():
+            # None for others, such as a layer that it belongs to.
+            found[f"attribute {name} of parameter {index}"] = _digest(value, _Context(optimizer, is_read=True))
     return found
+
+
+def watched(optimizer: Any, kind: str = "") -> dict[str, Any]:
+    """Digests of the attributes of an optimizer and its class, except its state and its groups.
+
+    Without ``kind`` the digest of a value that cannot be compared is None, and takes microseconds: few attributes are
+    not torch's, and a tensor is read again only after torch has counted a write.
+
+    Raises:
+        UnsupportedError: see ``digests``.
+    """
+    found, context = {}, _Context(optimizer, bool(kind))
+    own = {"defaults": vars(optimizer).get("defaults"), **_of_class(type(optimizer)), **attributes(optimizer)}
+    for name, value in own.items():
+        where = f"attribute {name}"
+        found[where] = _digest(value, context, kind, where)
+    return found
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    """Attributes of classes that are not torch's, except code."""
+    return {
+        name: value
+        for one in reversed(kind.__mro__)
+        if not f"{one.__module__}.".startswith(("torch.", "builtins.", "abc."))
+        for name, value in vars(one).items()
+        if not name.startswith(("__", "_abc_")) and not hasattr(value, "__get__") and not isinstance(value, CODE)
+    }
+
+
+class _Context:
+    """The optimizer of a value: its parameters, its state and its groups are not compared.
+
+    ``is_read``: all tensors are read, not only those that torch has counted a write of.
+    """
+
+    def __init__(self, optimizer: Any, is_read: bool) -> None:
+        self._optimizer, self.is_read = optimizer, is_read
+        self._known: set[int] | None = None
+        self.num_left = _MAX_PARTS
+        """Containers and objects that may still be compared: others have cycles, or are most of the script."""
+
+    def is_own(self, value: Any) -> bool:
+        """Whether it is the optimizer, its state or its groups, which may be those of one that it wraps."""
+        return any(value is one for one in (self._optimizer, self._optimizer.state, self._optimizer.param_groups))
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a parameter, or in the state or a group."""
+        if self._known is None:
+            held = chain(self._optimizer.state.values(), self._optimizer.param_groups)
+            self._known = {id(leaf) for one in held for _, leaf in leaves(one)}
+        return id(tensor) in self._known
 
 
 def attributes(optimizer: Any) -> Mapping[str, Any]:
@@ -94,7 +169,7 @@ def settings(optimizer: Any, kind: str) -> dict[str, int]:
             where = f"setting {name} of group {number}"
             if isinstance(value, Enum):
                 raise _refused(kind, where, _OpaqueError(value))
-            digest = _digest(value, optimizer, set(), kind, where)
+            digest = _digest(value, _Context(optimizer, is_read=True), kind, where)
             if is_constant(value):
                 found[where] = digest
     return found
@@ -105,11 +180,14 @@ def is_plain(value: Any) -> bool:
     return type(value) in {type(None), bool, str, bytes} or isinstance(value, (*CODE, *_HANDLES, *_CONSTANTS))
 
 
-def _digest(value: Any, optimizer: Any, known: set[int], kind: str, where: str) -> int:
+def _digest(value: Any, context: _Context, kind: str = "", where: str = "") -> int | None:
+    """The digest of a value; None if it cannot be compared, which is an error if ``kind`` is given."""
     try:
-        return _hash(_plain(value, optimizer, known))
+        return _hash(_plain(value, context))
     except _OpaqueError as error:
-        raise _refused(kind, where, error) from None
+        if kind:
+            raise _refused(kind, where, error) from None
+        return None
 
 
 def _hash(plain: Any) -> int:
@@ -123,14 +201,14 @@ def _refused(kind: str, where: str, error: _OpaqueError) -> UnsupportedError:
     )
 
 
-def _plain(value: Any, optimizer: Any, known: set[int], depth: int = _MAX_DEPTH) -> Any:
-    """A value as ``encode`` takes it: code by its name, tensors in ``known`` by type."""
+def _plain(value: Any, context: _Context, depth: int = _MAX_DEPTH) -> Any:
+    """A value as ``encode`` takes it: code by its name, parameters and tensors of the state by type."""
     if type(value) in _PLAIN:
         return value
-    if any(value is one for one in (optimizer, optimizer.state, optimizer.param_groups)):
-        return "optimizer"  # its state and its groups may be those of one that it wraps
+    if context.is_own(value):
+        return "optimizer"
     if isinstance(value, torch.Tensor):
-        return _plain_tensor(value, known)
+        return type(value).__name__ if context.knows(value) else _plain_tensor(value, context.is_read)
     if isinstance(value, _CONSTANTS):
         return [type(value).__qualname__, repr(value)]
     if isinstance(value, (np.generic, np.ndarray)):
@@ -141,23 +219,25 @@ def _plain(value: Any, optimizer: Any, known: set[int], depth: int = _MAX_DEPTH)
         return str(value)
     if isinstance(value, _HANDLES):
         return type(value).__name__
-    inner: Callable[[Any], Any] = partial(_plain, optimizer=optimizer, known=known, depth=depth - 1)
+    inner: Callable[[Any], Any] = partial(_plain, context=context, depth=depth - 1)
     if isinstance(value, CODE):
         return _plain_code(value, inner)
-    if not depth:
+    context.num_left -= 1
+    if not depth or context.num_left < 0:
         raise _OpaqueError(value)
     parts = [[_try(inner, key, " key"), _try(inner, item, step)] for step, key, item in _parts(value)]
     return [type(value).__qualname__, parts]
 
 
-def _plain_tensor(value: torch.Tensor, known: set[int]) -> Any:
-    if id(value) in known:
-        return type(value).__name__
+def _plain_tensor(value: torch.Tensor, is_read: bool) -> Any:
     mine = local(value.detach())
     if type(mine) not in {torch.Tensor, torch.nn.Parameter} or mine.is_quantized:
         raise _OpaqueError(mine)
-    plain = mine.to_dense() if mine.layout != torch.strided else mine
-    return [str(plain.dtype), plain.as_subclass(torch.Tensor)]
+    writes = mine.data_ptr() if mine.layout == torch.strided else 0, mine._version
+    if is_read or _digested.get(value, ((), 0))[0] != writes:
+        plain = mine.to_dense() if mine.layout != torch.strided else mine
+        _digested[value] = writes, _hash([str(plain.dtype), plain.as_subclass(torch.Tensor)])
+    return _digested[value][1]
 
 
 def _plain_code(value: Any, inner: Callable[[Any], Any]) -> Any:
@@ -192,6 +272,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f"[{key!r:.40}]", key, item) for key, item in list(value.items()))
         if kind is defaultdict:
             yield "", "default_factory", value.default_factory
+    elif kind in {set, frozenset}:
+        yield from (("", None, item) for item in sorted(value, key=repr))
     elif kind in _SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
         yield from ((f"[{index}]", index, item) for index, item in enumerate(value))
     elif kind is partial:

@@ -23,8 +23,8 @@ from ftckpt.model.objects import encode
 from ftckpt.model.text import listed
 from ftckpt.model.training_state import Piece
 from ftckpt.torch.geometry import local, place, place_rank
-from ftckpt.torch.optimizer_attributes import settings
-from ftckpt.torch.optimizer_trial import Path, as_text, leaves, try_out
+from ftckpt.torch.optimizer_attributes import Path, leaves, settings, watched
+from ftckpt.torch.optimizer_trial import as_text, try_out
 
 _TENSOR, _NUMBER = "\0tensor", "\0number"
 """Stand for tensors in a saved value, first in a tuple: a described one with its strides, none if it is row-major; a
@@ -46,6 +46,8 @@ class OptimizerState:
         self._names: dict[Any, str] = {}
         self._described: dict[Any, dict[Path, torch.Tensor]] = {}
         self._live: dict[tuple[Any, Path], torch.Tensor] = {}  # views of described tensors, with other strides
+        self._attributes = [watched(optimizer)]
+        """Those of a fresh optimizer, and of one that has stepped: a snapshot holds no others."""
         self._bound: list[str] = []
         self.objects_bytes = 0
         """Room that the values need in addition to those of other objects."""
@@ -59,7 +61,8 @@ class OptimizerState:
         self._names = {parameter: places[0].key for parameter, places in boxes.items()}
         settings(self._optimizer, optimizers.kind_of(self._optimizer))
         if self.is_forecast:
-            state = try_out(self._optimizer, optimizers.kind_of(self._optimizer))
+            state, attributes = try_out(self._optimizer, optimizers.kind_of(self._optimizer))
+            self._attributes.append(attributes)
         else:
             optimizers.materialise(self._optimizer)
             state = dict(self._optimizer.state)
@@ -199,9 +202,10 @@ class OptimizerState:
         """Everything but tensors.
 
         Raises:
-            CaptureError: see ``settle``.
+            CaptureError: see ``settle``; or something has changed that no snapshot holds.
         """
         self.settle()
+        self._check_unsaved()
         saved: dict[str, Any] = {
             "kind": optimizers.kind_of(self._optimizer),
             "groups": optimizers.save_groups(self._optimizer),
@@ -212,6 +216,23 @@ class OptimizerState:
             state = self._optimizer.state
             saved["state"] = {self._name(owner): self._saved(owner, one) for owner, one in state.items() if one != {}}
         return saved
+
+    def _check_unsaved(self) -> None:
+        """Raises CaptureError if the optimizer, or a hook on its steps, has changed what no snapshot holds."""
+        what, now = "", watched(self._optimizer)
+        if now not in self._attributes:
+            before = self._attributes[-1]
+            what = next(name for name in (*now, *before) if now.get(name, self) != before.get(name, self))
+        elif not self._has_values:
+            states = self._optimizer.state.items()
+            known = {owner: len(one) for owner, one in self._described.items()}
+            added = (o for o, one in states if not isinstance(one, dict) or len(one) != known.get(o, 0))
+            what = next((f"state of {self._name(owner)}" for owner in added), "")
+        if what:
+            raise CaptureError(
+                f"optimizer {optimizers.kind_of(self._optimizer)}: its {what} has changed since ftckpt was attached, "
+                "and no snapshot holds that: keep such state in an object that attach is given"
+            )
 
     def check(self, saved: Sequence[Mapping[str, Any]], is_reshaped: bool) -> None:
         """Raises MismatchError if results of ``save`` are of another optimizer, or cannot be reshaped."""

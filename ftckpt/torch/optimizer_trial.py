@@ -1,56 +1,39 @@
-"""A trial of an optimizer on copies of its parameters: the state that its steps create, forecast before training.
+"""A trial of an optimizer on copies of its parameters: forecasts its state, and proves that a restore is exact.
 
 The trial ends when a step creates nothing more. Each step minimizes another quadratic function, so that an optimizer
-that remembers gradients fills its memory.
+that remembers gradients fills its memory. After the first step and at the end a fresh copy gets what a snapshot would
+hold, and both take the same steps: a difference is state in other places.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from ftckpt.errors import UnsupportedError
+from ftckpt.frameworks import optimizers
 from ftckpt.frameworks.tensors import as_real
 from ftckpt.frameworks.torch_state import load_generators, save_generators
+from ftckpt.model.objects import encode
 from ftckpt.torch.geometry import local
-from ftckpt.torch.optimizer_attributes import digests
-
-Path = tuple[Hashable, ...]
-"""The keys and indices that lead to a value in nested dicts, lists and tuples."""
+from ftckpt.torch.optimizer_attributes import Path, digests, leaves, parameters_of, watched
 
 _MIN_STEPS, _MAX_STEPS = 4, 256
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields the values in nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        items: Any = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
-    else:
-        yield path, value
-        return
-    for key, inner in items:
-        yield from leaves(inner, (*path, key))
+def try_out(optimizer: Any, kind: str) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """The state that the optimizer has after its first steps, by parameter or name, with values of the trial; and its
+    ``watched`` attributes then.
 
-
-def parameters_of(optimizer: Any) -> list[torch.nn.Parameter]:
-    """All parameters in the optimizer's groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def try_out(optimizer: Any, kind: str) -> dict[Any, Any]:
-    """The state that the optimizer has after its first steps, by parameter or name; its values are the trial's.
-
-    Needs memory for a copy of the parameters, their gradients and the state. Changes neither parameters, optimizer
-    nor generators. ``kind`` names the optimizer in errors.
+    Needs memory for two copies of the parameters and the state, and for gradients. Changes neither parameters,
+    optimizer nor generators. ``kind`` names the optimizer in errors.
 
     Raises:
         UnsupportedError: it cannot step a copy, its state grows without end, or it has state in other places.
@@ -58,10 +41,10 @@ def try_out(optimizer: Any, kind: str) -> dict[Any, Any]:
     generators = save_generators()
     try:
         try:
-            trial = _Trial(optimizer, kind, is_sparse=False)
+            return _proven(optimizer, kind, is_sparse=False)
         except _StepError as error:
             try:
-                trial = _Trial(optimizer, kind, is_sparse=True)  # of embeddings with sparse gradients
+                return _proven(optimizer, kind, is_sparse=True)  # of embeddings with sparse gradients
             except _StepError:
                 raise UnsupportedError(
                     f"optimizer {kind} is not supported: a trial step on copies of its parameters, which shows its "
@@ -69,19 +52,31 @@ def try_out(optimizer: Any, kind: str) -> dict[Any, Any]:
                 ) from error
     finally:
         load_generators(generators)
-    return trial.state
 
 
 class _StepError(Exception):
     """A trial step failed."""
 
 
+def _proven(optimizer: Any, kind: str, is_sparse: bool) -> tuple[dict[Any, Any], dict[str, Any]]:
+    first = _Trial(optimizer, kind, is_sparse)
+    for advance in (first.step, first.settle):  # a list that is shared may only differ while it grows
+        advance()
+        again = _Trial(optimizer, kind, is_sparse)
+        again.restore(first)
+        generators = save_generators()
+        for trial in (first, again):
+            load_generators(generators)
+            for _ in range(_MIN_STEPS):
+                trial.step()
+        first.compare(again)
+    return first.forecast()
+
+
 class _Trial:
     def __init__(self, optimizer: Any, kind: str, is_sparse: bool) -> None:
         self._kind, self._is_sparse = kind, is_sparse
-        known = {id(one) for one in parameters_of(optimizer)}
-        known |= {id(leaf) for state in optimizer.state.values() for _, leaf in leaves(state)}
-        digests(optimizer, known, kind)  # first: not all that is refused can be copied
+        digests(optimizer, kind)  # first: not all that is refused can be copied
         try:
             self._copy = _copied(optimizer, kind)
         except UnsupportedError:
@@ -91,28 +86,28 @@ class _Trial:
         self._parameters, self._originals = parameters_of(self._copy), parameters_of(optimizer)
         self._num_steps = 0
         self._before: Sequence[torch.Tensor] = ()
-        before, attributes = self._step()
-        for _ in range(_MAX_STEPS):
-            now, attributes_now = self._step()
-            if changed := sorted(n for n in attributes_now if attributes_now[n] != attributes.get(n)):
-                raise UnsupportedError(
-                    f"optimizer {kind} is not supported: its step changes its {changed[0]}, and only its "
-                    "state and parameter groups are saved"
-                )
-            if now == before and self._num_steps >= _MIN_STEPS:
+        self._attributes: Mapping[str, Any] = {}
+
+    def settle(self) -> None:
+        """Steps until a step creates no more state."""
+        before: Mapping[str, Any] = {}
+        while self._num_steps < _MAX_STEPS:
+            self.step()
+            now = {
+                name: (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+                for name, leaf in self._leaves()
+            }
+            if now == before and self._num_steps > _MIN_STEPS:
                 break
-            before, attributes = now, attributes_now
+            before = now
         else:
             raise UnsupportedError(
-                f"optimizer {kind} is not supported: its state still grows after {_MAX_STEPS} steps, so a snapshot "
-                "has no fixed size"
+                f"optimizer {self._kind} is not supported: its state still grows after {_MAX_STEPS} steps, so a "
+                "snapshot has no fixed size"
             )
-        self._refuse_aliases()
-        owners = dict(zip(self._parameters, self._originals, strict=True))
-        self.state = {owners.get(owner, owner): value for owner, value in self._copy.state.items()}
 
-    def _step(self) -> tuple[Mapping[Any, Any], Mapping[str, int]]:
-        """Steps the copy; returns the form of its state, and digests of its other attributes."""
+    def step(self) -> None:
+        """Steps the copy, and checks that no step but the first has changed what no snapshot holds."""
         self._num_steps += 1
         self._loss()
         try:
@@ -128,12 +123,59 @@ class _Trial:
             raise
         except Exception as error:  # see above
             raise _StepError(f"{type(error).__name__}: {error}") from error
-        form = {
-            (owner, *path): (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else None
-            for owner, state in self._copy.state.items()
-            for path, leaf in leaves(state)
-        }
-        return form, self._digests()
+        for parameter in self._parameters:
+            parameter.grad = None  # frees its memory
+        now = digests(self._copy, self._kind)
+        before = self._attributes or now
+        if changed := sorted(name for name in {**before, **now} if now.get(name) != before.get(name)):
+            raise UnsupportedError(
+                f"optimizer {self._kind} is not supported: its step changes its {changed[0]}, and only its state and "
+                "parameter groups are saved"
+            )
+        self._attributes = now
+
+    def restore(self, other: _Trial) -> None:
+        """Loads what a snapshot of ``other`` would hold.
+
+        The learning rate of both changes, as a scheduler's would have: an attribute may hold the first one.
+        """
+        for group in other._copy.param_groups:
+            if isinstance(group.get("lr"), float):
+                group["lr"] /= 2
+        self._num_steps, owners = other._num_steps, dict(zip(other._parameters, self._parameters, strict=True))
+        optimizers.load_groups(self._copy, copy.deepcopy(optimizers.save_groups(other._copy)))
+        self._copy.state.clear()
+        for owner, state in other._copy.state.items():
+            if state != {}:
+                self._copy.state[owners.get(owner, owner)] = _restored(state)
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, other._parameters, strict=True):
+                parameter.copy_(value)
+
+    def compare(self, other: _Trial) -> None:
+        """Raises UnsupportedError if the same steps have led to another result in ``other``."""
+        mine, theirs = (
+            {**one._attributes, **dict(one._leaves()), "settings": optimizers.save_groups(one._copy)}
+            for one in (self, other)
+        )
+        for name in {**mine, **theirs}:
+            if not _same(mine.get(name), theirs.get(name)):
+                raise UnsupportedError(
+                    f"optimizer {self._kind} is not supported: after a restore its steps lead to another {name}: its "
+                    "state and parameter groups, which alone are saved, are not all that it has"
+                )
+
+    def forecast(self) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """The result of ``try_out``."""
+        owners = dict(zip(self._parameters, self._originals, strict=True))
+        return {owners.get(owner, owner): state for owner, state in self._copy.state.items()}, watched(self._copy)
+
+    def _leaves(self) -> Iterator[tuple[str, Any]]:
+        """The parameters and the values in the state, by name."""
+        names = {parameter: f"parameter {index}" for index, parameter in enumerate(self._parameters)}
+        yield from ((name, parameter) for parameter, name in names.items())
+        for owner, state in self._copy.state.items():
+            yield from ((f"{as_text(path)} of {names.get(owner, owner)}", leaf) for path, leaf in leaves(state))
 
     def _closure(self) -> torch.Tensor:
         # The fence of a step with a closure follows the first call.
@@ -159,33 +201,26 @@ class _Trial:
                 parameter.grad = parameter.grad.to_sparse(1)
         return total
 
-    def _refuse_aliases(self) -> None:
-        """Raises UnsupportedError if two values share memory, because described memory cannot be shared."""
-        spans = [_Span(local(parameter), "a parameter") for parameter in self._parameters]
-        for owner, state in self._copy.state.items():
-            for path, leaf in leaves(state):
-                if isinstance(leaf, torch.Tensor) and local(leaf).numel():
-                    spans.append(_Span(local(leaf), as_text(path) if isinstance(owner, torch.Tensor) else str(owner)))
-        spans.sort(key=lambda span: span.begin)
-        for one, other in itertools.pairwise(spans):
-            if other.begin < one.end and (one.name, other.name) != ("a parameter",) * 2:  # tied ones may
-                raise UnsupportedError(
-                    f"optimizer {self._kind} is not supported: its state {other.name} shares memory with {one.name}"
-                )
 
-    def _digests(self) -> dict[str, int]:
-        known = {id(one) for one in self._parameters}
-        known |= {id(leaf) for state in self._copy.state.values() for _, leaf in leaves(state)}
-        return digests(self._copy, known, self._kind)
+def _restored(value: Any) -> Any:
+    """A value of the state as a restore creates it: see ``OptimizerState``."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return type(value)({key: _restored(item) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_restored, value))
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
-class _Span:
-    """The addresses of a tensor's elements."""
-
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self.begin, self.name = tensor.data_ptr(), name
-        self.end = self.begin + (last + 1) * tensor.element_size()
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values have the same bits."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(encode(one) == encode(other))
+    mine, theirs = (as_real(local(tensor.detach())).contiguous().view(-1) for tensor in (one, other))
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(
+        mine.view(torch.uint8), theirs.view(torch.uint8)
+    )
 
 
 def _copied(optimizer: Any, kind: str) -> Any:

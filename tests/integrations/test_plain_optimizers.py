@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging.handlers
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ftckpt.torch
 from ftckpt.config import Config
-from ftckpt.errors import CaptureError, FtckptError, MismatchError
+from ftckpt.errors import CaptureError, FtckptError, MismatchError, UnsupportedError
 from ftckpt.torch.state import PlainState
+from tests.integrations import adversarial_optimizers as adversarial
 from tests.integrations.third_party_optimizers import (
     OPAQUE,
     Ambiguous,
@@ -39,11 +41,11 @@ from tests.integrations.third_party_optimizers import (
     Whitened,
 )
 from tests.promises.complete.test_node_loss import reference
-from tests.support.errors import message_of
+from tests.support.errors import lacks, message_of
 from tests.support.launching import Nodes
 from tests.support.pool import run_ranks
 from tests.support.repository import ROOT
-from tests.support.resuming import HALF, Parts, attach, resumed, simple
+from tests.support.resuming import HALF, Parts, attach, resumed, rows, simple
 
 pytestmark = pytest.mark.multiproc
 
@@ -76,6 +78,7 @@ OF_TORCH |= {
     "AdamW amsgrad": (dense, partial(optim.AdamW, lr=1e-2, amsgrad=True)),
     "RMSprop centered": (dense, partial(optim.RMSprop, lr=1e-2, momentum=0.9, centered=True)),
     "SGD momentum": (dense, partial(optim.SGD, lr=1e-2, momentum=0.9)),
+    "SGD fused": (dense, partial(optim.SGD, lr=1e-2, momentum=0.9, fused=True)),
     "LBFGS": (dense, partial(optim.LBFGS, lr=0.1, max_iter=4, history_size=6)),
     "LBFGS line search": (dense, partial(optim.LBFGS, lr=0.1, line_search_fn="strong_wolfe")),
     "SparseAdam": (Words, lambda parameters: optim.SparseAdam(list(parameters), lr=1e-2)),
@@ -181,16 +184,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     def grow(state: dict[str, Any]) -> None:
         state.setdefault("losses", []).append(1.0)
 
-    def alias(state: dict[str, Any]) -> None:
-        state["again"] = state["factors"][0].detach()
-
     def refuse(state: dict[str, Any]) -> None:
         raise ValueError("no")
 
     return {
         "attribute": said(Counting),
         "growth": said(partial(Whitened, twist=grow)),
-        "alias": said(partial(Whitened, twist=alias)),
         "fails": said(partial(Whitened, twist=refuse)),
         "closure": said(Early),
         "wrapper": said(lambda parameters: Averaging(optim.AdamW(parameters))),
@@ -209,7 +208,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 REFUSED = {
     "attribute": ("Counting", "num_steps"),
     "growth": ("Whitened", "grows"),
-    "alias": ("Whitened", "again", "factors.0"),
     "fails": ("Whitened", "ValueError"),
     "closure": ("Early", "closure"),
     "wrapper": ("Averaging", "AdamW"),
@@ -313,6 +311,94 @@ def test_state_that_the_trial_has_not_seen_fails_the_snapshot_by_name() -> None:
     extra, shared = run_ranks(late, 1, stand_in=False)[0].value
     assert "Whitened" in extra and "extra of 0.weight" in extra
     assert "Whitened" in shared and "factors.0 of 0.weight" in shared
+
+
+HIDDEN = [kind.__name__ for kind in (*adversarial.EXACT, *adversarial.REFUSED, *adversarial.LATER)]
+HIDDEN += [hook.__name__ for hook in (*adversarial.HOOKS, adversarial.warm)]
+LATE = adversarial.LATE
+
+
+def lives(rank: int, world_size: int, root: str, attempt: int) -> dict[str, Any]:
+    """For each of ``HIDDEN`` the iteration that the attempt resumes from, its rows and what was logged, or the error
+    at its start; attempt 0 is without ftckpt."""
+    found: dict[str, Any] = {}
+    log = logging.getLogger("ftckpt")
+    for name in HIDDEN:
+        torch.manual_seed(1)
+        model = dense()
+        if isinstance(make := getattr(adversarial, name), type):
+            optimizer = make(model.parameters())
+        else:
+            optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+            optimizer.register_step_post_hook(make)
+        parts = simple(model, optimizer, scheduler=optim.lr_scheduler.StepLR(optimizer, 3, 0.5))
+        drawn, said = torch.get_rng_state(), logging.handlers.BufferingHandler(10_000)
+        log.addHandler(said)
+        try:
+            checkpointer, start = attach(parts, f"{root}/{name}") if attempt else (None, 0)
+        except UnsupportedError as error:
+            found[name] = str(error)
+            continue
+        if not start:
+            torch.set_rng_state(drawn)
+
+        def boundary(iteration: int, checkpointer: Any = checkpointer, parts: Parts = parts) -> None:
+            parts.scheduler.step()
+            if checkpointer is not None:
+                checkpointer.step(iteration)
+
+        bits = rows(parts, start + 1, LATE + (12, 10, 12)[attempt], boundary)
+        if checkpointer is not None:
+            checkpointer.close(remove=attempt == 2)
+        found[name] = start, bits, " ".join(record.getMessage() for record in said.buffer)
+        log.removeHandler(said)
+    return found
+
+
+@pytest.fixture(scope="module")
+def adversaries() -> Iterator[list[dict[str, Any]]]:
+    """``lives`` of three processes."""
+    with tempfile.TemporaryDirectory(prefix="ftckpt-test-", dir="/dev/shm") as root:
+        for name in HIDDEN:
+            Path(root, name).mkdir(mode=0o700)
+        yield [run_ranks(lives, 1, root, attempt, stand_in=False)[0].value for attempt in range(3)]
+
+
+@pytest.mark.parametrize(("kind", "word"), adversarial.REFUSED.items())
+def test_state_in_other_places_is_refused_by_name(kind: type, word: str, adversaries: list[dict[str, Any]]) -> None:
+    said = adversaries[1][kind.__name__]
+    assert isinstance(said, str) and not lacks(said, kind.__name__, word), said
+
+
+def check_resumed(name: str, iterations: range, adversaries: list[dict[str, Any]]) -> str:
+    """The second attempt resumes from one of ``iterations`` with an unbroken run's bits; returns what the first
+    logged."""
+    unbroken, first, second = (attempt[name] for attempt in adversaries)
+    assert second[0] in iterations
+    assert first[1][: second[0]] + second[1] == unbroken[1]
+    said: str = first[2]
+    return said
+
+
+@pytest.mark.parametrize("name", [kind.__name__ for kind in adversarial.EXACT] + ["warm"])
+def test_state_and_settings_are_restored_whatever_writes_them(name: str, adversaries: list[dict[str, Any]]) -> None:
+    check_resumed(name, range(LATE, 99), adversaries)
+
+
+@pytest.mark.parametrize(("kind", "word"), adversarial.LATER.items())
+def test_a_change_after_many_steps_has_no_snapshot_and_is_named(
+    kind: type, word: str, adversaries: list[dict[str, Any]]
+) -> None:
+    said = check_resumed(kind.__name__, range(1, LATE), adversaries)
+    assert not lacks(said, kind.__name__, word), said
+
+
+@pytest.mark.parametrize(("hook", "word"), adversarial.HOOKS.items())
+def test_what_a_step_hook_writes_elsewhere_has_no_snapshot_and_is_named(
+    hook: Any, word: str, adversaries: list[dict[str, Any]]
+) -> None:
+    said = check_resumed(hook.__name__, range(1), adversaries)
+    assert not lacks(said, "AdamW", word), said
 
 
 def values_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
