@@ -138,7 +138,6 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         checkpointer = ftckpt.torch.attach(
             trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, objects, self._config
         )
-        assert checkpointer is not None, "it is on"
         checkpointer.restore(newer_than=trainer.state.global_step or -1)
         return checkpointer
 

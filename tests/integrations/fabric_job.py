@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> None:
     loader: Any = torch.utils.data.DataLoader(samples, batch_size=2, sampler=sampler, generator=torch.Generator())
     progress = Progress()
     checkpointer = ftckpt.torch.attach(module, optimizer, scheduler, {"progress": progress}, config)
-    if checkpointer:
-        checkpointer.restore()
+    checkpointer.restore()
     while progress.epoch < NUM_EPOCHS:
         sampler.set_epoch(progress.epoch)
         for batch in islice(loader, progress.batch, None):
@@ -78,11 +77,9 @@ def main(argv: Sequence[str]) -> None:
                 progress.step += 1
                 if is_last:
                     progress.epoch, progress.batch = progress.epoch + 1, 0
-                if checkpointer:
-                    checkpointer.step(progress.step)
+                checkpointer.step(progress.step)
     write_result(fabric, module, progress, Path(folder))
-    if checkpointer:
-        checkpointer.close()
+    checkpointer.close()
     dist.destroy_process_group()
 
 
