@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
 
 import ftckpt.torch
@@ -55,11 +56,13 @@ def main(argv: Sequence[str]) -> None:
 
 def write_result(trainer: Any, folder: Path) -> None:
     """What an unbroken run and one that was restored have alike."""
+    tensors = [one.full_tensor() if isinstance(one, DTensor) else one for one in trainer.model.state_dict().values()]
     if trainer.is_world_process_zero():
-        tensors = [*trainer.model.state_dict().values(), torch.get_rng_state()]
-        digest = hashlib.sha256(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
+        digest = hashlib.sha256(b"".join(one.cpu().numpy().tobytes() for one in [*tensors, torch.get_rng_state()]))
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").write_text(json.dumps({"step": trainer.state.global_step, "sha256": digest}))
+        (folder / "result.json").write_text(
+            json.dumps({"step": trainer.state.global_step, "sha256": digest.hexdigest()})
+        )
 
 
 if __name__ == "__main__":

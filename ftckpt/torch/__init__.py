@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 patches = entry.Patches()
 """Hooks on all attached models and optimizers. The script owns its checkpointers, so that models can be freed."""
 off_in_children(patches.remove)
+_DELEGATES = ("accelerate.", "lightning.", "lightning_fabric.")
+"""Packages whose wrappers of optimizers have no state to save."""
 log = logging.getLogger("ftckpt")
 
 
@@ -95,6 +97,7 @@ def attach(
         log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
     if config is None or is_off(config):
         return cast("Checkpointer", DisabledCheckpointer())  # scripts need not tell them apart
+    model = getattr(model, "_forward_module", model)  # inside Fabric's wrapper
     _check(config, model, optimizer := _inner(optimizer), objects)
     from ftckpt.torch import hooks
 
@@ -119,7 +122,7 @@ def _check(config: Config, model: Any, optimizer: Any, objects: Any) -> None:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer that steps, unwrapped from optimizers that only delegate to it (accelerate's).
+    """The optimizer that steps, unwrapped from optimizers that only delegate to it (accelerate's, Fabric's).
 
     Raises:
         UnsupportedError: one of them has state of its own.
@@ -148,7 +151,7 @@ def _is_delegate(wrapper: Any, inner: Any) -> bool:
         return False
     # A number may count the wrapper's steps. accelerate's has the scaler, which is an object of the script.
     others = [value for value in attributes(wrapper).values() if value is not inner]
-    return type(wrapper).__module__.startswith("accelerate.") or all(map(is_plain, others))
+    return type(wrapper).__module__.startswith(_DELEGATES) or all(map(is_plain, others))
 
 
 def _check_kinds(model: Any, optimizer: Any, objects: Any) -> None:

@@ -36,7 +36,7 @@ def attach(trainer: Any, config: Config | None) -> None:
         raise ConfigError("attach: config= is missing, such as that of Config.from_flags()")
     if is_off(config):
         return
-    if len(trainer.model_parts) != 1:
+    if trainer.parallel_dims.pp_enabled:  # also with one stage per rank
         raise UnsupportedError("parallelism.pipeline_parallel_degree: ftckpt does not restore pipelines; set it to 1")
     if (number := len(trainer.optimizers)) != 1:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""ftckpt for the ``Trainer`` of Hugging Face transformers, and its subclasses: DDP, FSDP2, or one rank.
+"""ftckpt for the ``Trainer`` of Hugging Face transformers, and its subclasses: DDP, FSDP2, DeepSpeed, or one rank.
 
 ::
 
@@ -27,7 +27,7 @@ def attach(trainer: Any, config: Config | None) -> None:
     Call it once, before ``train``, on all ranks. If ftckpt is off, only logs that.
 
     Raises:
-        UnsupportedError: DeepSpeed, or a release of transformers whose training loop is another one.
+        UnsupportedError: a release of transformers whose training loop is another one.
         ConfigError: no config, no process group, or the trainer is attached already.
     """
     if config is None:

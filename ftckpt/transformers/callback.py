@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+import ftckpt.deepspeed
 import ftckpt.torch
 from ftckpt.config import Config
+from ftckpt.deepspeed import active_engine, section
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks.torch_state import load_generators, save_generators
 
@@ -95,7 +97,11 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
                 f"transformers {transformers.__version__}: its Trainer has no {missing[0]}; install transformers>=5.0"
             )
         if trainer.is_deepspeed_enabled:
-            raise UnsupportedError("Trainer with DeepSpeed: not supported; use ftckpt.deepspeed with its engine")
+            if section.of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config):
+                raise ConfigError(
+                    'section "ftckpt" of the DeepSpeed JSON: the Trainer has config=; remove the section'
+                )
+            active_engine.is_attached_later = True  # where training begins
         if any(isinstance(one, cls) for one in trainer.callback_handler.callbacks):
             raise ConfigError("attach: this trainer is attached already")
         callback = cls(trainer, config)
@@ -113,15 +119,27 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         if trainer.accelerator.scaler is not None:
             objects["scaler"] = trainer.accelerator.scaler
         loaded = state.global_step
-        self._checkpointer = ftckpt.torch.attach(
-            trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, objects, self._config
-        )
-        if self._checkpointer.restore(newer_than=loaded or -1):
+        self._checkpointer = self._restore(objects)
+        if trainer.state.global_step != loaded:
             self._restored_step = trainer.state.global_step
             self._generators = save_generators()
             trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
             trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         self._last_step = trainer.state.global_step
+
+    def _restore(self, objects: dict[str, Any]) -> Checkpointer:
+        """Attach to DeepSpeed's engine, or to model and optimizer, and restore what is newer than what is loaded."""
+        trainer = self._trainer
+        if trainer.is_deepspeed_enabled:
+            objects["scheduler"] = trainer.lr_scheduler  # the trainer steps it, not the engine
+            of_engine: Checkpointer = ftckpt.deepspeed.attach(trainer.model_wrapped, objects, self._config)
+            ftckpt.deepspeed.begin_iteration()  # sets RNG
+            return of_engine
+        checkpointer = ftckpt.torch.attach(
+            trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, objects, self._config
+        )
+        checkpointer.restore(newer_than=trainer.state.global_step or -1)
+        return checkpointer
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """More steps follow."""
@@ -134,7 +152,10 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Close, as the job is done."""
         assert self._checkpointer is not None, "on_train_begin comes first"
-        self._checkpointer.close()
+        if self._trainer.is_deepspeed_enabled:
+            ftckpt.deepspeed.close()  # of the best model, which was loaded at the end
+        else:
+            self._checkpointer.close()
 
     def _epoch(self, run: Callable[..., None], **given: Any) -> None:
         """Run the rest of an epoch; those before the restored step are skipped, all if it was the last step."""
@@ -173,4 +194,7 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         finish(*given, **named)
         if step > self._last_step and (self._is_epoch_over or not ends_epoch):
             self._last_step = step
-            self._checkpointer.step(step)
+            if self._trainer.is_deepspeed_enabled:
+                ftckpt.deepspeed.begin_iteration()  # takes the boundary that followed the engine's step
+            else:
+                self._checkpointer.step(step)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import ftckpt.torchtitan
+from ftckpt import Config
+from ftckpt.errors import UnsupportedError
 from tests.support.trainers import install, train
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.slow]
@@ -38,3 +42,9 @@ def test_a_killed_training_is_the_unbroken_one(tmp_path: Path, arena_root: Path)
     killed = train_llama(tmp_path / "killed", arena_root, 2)
     assert len(whole["losses"]) == whole["step"] == 60
     assert killed == whole
+
+
+def test_a_pipeline_with_one_stage_per_rank_is_refused() -> None:
+    trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=True), model_parts=[None], optimizers=[None])
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_degree"):
+        ftckpt.torchtitan.attach(trainer, Config(enabled=True, job="pipeline"))

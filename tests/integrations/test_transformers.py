@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,30 @@ TRAINING = (
 LOSS = re.compile(r"^\{'loss': '(\S+)'.*'learning_rate': '(\S+)', 'epoch': '(\S+)'\}$", re.MULTILINE)
 
 
-def train_gpt2(folder: Path, arena: Path, kills: int, *more: str) -> dict[str, Any]:
-    """The result and the losses of a training, of which rank 1 is killed so many times; ``more`` settings."""
-    script = "launch/train_transformers.py", f"--output_dir={folder}", *TRAINING, *more
-    result, log = train(install("transformers", RELEASES), folder, arena, kills, *script)
+SCRIPT, ON_CPU = "launch/train_transformers.py", "tests/support/transformers_fsdp2_job.py"
+ZERO2 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2},
+}
+
+
+def train_gpt2(folder: Path, arena: Path, kills: int, script: str, *options: str) -> dict[str, Any]:
+    """The result and the losses of a training, of which rank 1 is killed so many times."""
+    arguments = script, f"--output_dir={folder}", *TRAINING, *options
+    result, log = train(install("transformers", RELEASES), folder, arena, kills, *arguments)
     return {"losses": {epoch: (loss, rate) for loss, rate, epoch in LOSS.findall(log)}, **result}
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_training_is_the_unbroken_one(tmp_path: Path, arena_root: Path) -> None:
-    whole = train_gpt2(tmp_path / "whole", arena_root, 0)
-    killed = train_gpt2(tmp_path / "killed", arena_root, 2)
+@pytest.mark.parametrize(
+    "script",
+    [[SCRIPT], [ON_CPU, "--fsdp=full_shard"], [SCRIPT, f"--deepspeed={json.dumps(ZERO2)}"]],
+    ids=["ddp", "fsdp2", "zero2"],
+)
+def test_a_killed_training_is_the_unbroken_one(tmp_path: Path, arena_root: Path, script: list[str]) -> None:
+    whole = train_gpt2(tmp_path / "whole", arena_root, 0, *script)
+    killed = train_gpt2(tmp_path / "killed", arena_root, 2, *script)
     assert len(whole["losses"]) == whole["step"] == 120
     assert killed == whole
