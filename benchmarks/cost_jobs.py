@@ -198,9 +198,7 @@ class Training:
 
 def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
     """A block of iterations: their rows, and the processor time and memory that they took."""
-    with open(os.devnull, "w") as null:  # output of systems would hide the progress
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
+    silence()
     # Processes that a system detaches count, too.
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     training = Training(block)
@@ -221,6 +219,13 @@ def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return found
+
+
+def silence() -> None:
+    """Drops the output of systems, which would hide the progress."""
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
 
 
 def tree_cpu_secs(root: int) -> float:

@@ -65,7 +65,7 @@ class Times(NamedTuple):
     def of_minutes(cls, minutes: float) -> Times:
         """Starts take the rest."""
         row_secs = 60 * 0.4 * minutes
-        return cls(60 * 0.1 * minutes, row_secs, max(18.0, row_secs / 12))
+        return cls(max(20.0, 60 * 0.1 * minutes), row_secs, max(18.0, row_secs / 12))
 
 
 class DueFailure(NamedTuple):
@@ -101,7 +101,7 @@ def probe(times: Times, disk: Path) -> Probe:
         run.train_until(time.time() + times.probe_secs)
         steps, save_secs = run.steps, run.save_secs
     spans = [(at % PROBE_EVERY, end - begin) for (begin, _), (end, at) in pairwise(steps)]
-    spans = spans[2 * PROBE_EVERY :]
+    spans = spans[PROBE_EVERY:]
     calm = [secs for place, secs in spans if not 0 < place <= PROBE_EVERY // 2]
     disturbed = [secs for place, secs in spans if 0 < place <= PROBE_EVERY // 2]
     iteration_secs = statistics.mean(calm)

@@ -41,7 +41,7 @@ import xxhash
 from benchmarks import cost
 from benchmarks.common import Blocks, environment, parser_of, print_tables, scratch, turns
 from benchmarks.cost import RANKS, ROWS, Sizes, cleaned, missing_package
-from benchmarks.cost_jobs import SUBREAPER, SYSTEMS, Block, Ftckpt, Training, descendants
+from benchmarks.cost_jobs import SUBREAPER, SYSTEMS, Block, Ftckpt, Training, descendants, silence
 from benchmarks.systems import remove
 from tests.support.pool import RankFailure, RankResult, run_ranks
 
@@ -90,6 +90,7 @@ def die_after(secs: float) -> None:
 
 def train(rank: int, world_size: int, block: Block, fault: str, seed: int) -> None:
     """Trains, notes the digest of each boundary, and dies."""
+    silence()
     training, share = Training(block), random.Random(seed).random()
     save, begin, is_random = training.system.save, time.perf_counter(), fault in (ALL, ONE)
 
@@ -115,6 +116,7 @@ def come_back(rank: int, world_size: int, block: Block) -> dict[str, Any]:
 
     Seconds are those of a peer's load, and of ftckpt's ``attach`` and ``restore``.
     """
+    silence()
     training = Training(block)
     dist.barrier()
     begin = time.perf_counter()

@@ -97,9 +97,11 @@ class System:
         dist.all_gather_object(found, {int(path[len(begin) : -len(end)]) for path in glob.glob(f"{begin}*{end}")})
         return max(set.intersection(*found), default=None)
 
-    def remove_old(self, pattern: str, keep: int) -> None:
-        """Removes all that match except the newest ``keep``, outside the training thread."""
-        old = sorted(glob.glob(f"{self.folder}/{pattern}"), key=os.path.getmtime)[:-keep]
+    def remove_old(self, pattern: str, keep: int, new: int = -1) -> None:
+        """Removes all that match except the newest ``keep``, outside the training thread. The folder of iteration
+        ``new``, which other ranks may have created, does not count."""
+        found = {*glob.glob(f"{self.folder}/{pattern}")} - {f"{self.folder}/step{new}"}
+        old = sorted(found, key=os.path.getmtime)[:-keep]
         threading.Thread(target=lambda: [remove(Path(path)) for path in old]).start()
 
 
@@ -166,7 +168,7 @@ class Dcp(System):
         if self._written is not None:
             self._written.result()
         if self.rank == 0:
-            self.remove_old("step*", 1)
+            self.remove_old("step*", 1, iteration)
         how = {"async_checkpointer_type": self._kind, "async_stager": self._stager, "process_group": self._group}
         saved: Any = dcp.async_save(self.named_tensors(), checkpoint_id=f"{self.folder}/step{iteration}", **how)
         self._staged, self._written = saved.staging_completion, saved.upload_completion
@@ -213,7 +215,7 @@ class TorchSnapshot(System):
     def save(self, iteration: int) -> None:
         self.drain()
         if self.rank == 0:
-            self.remove_old("step*", 1)
+            self.remove_old("step*", 1, iteration)
         self._pending = self._library.Snapshot.async_take(f"{self.folder}/step{iteration}", self._state)
 
     def drain(self) -> None:
@@ -260,7 +262,7 @@ class MegatronDist(System):
 
         self.drain()
         if self.rank == 0:
-            self.remove_old("step*", 1)
+            self.remove_old("step*", 1, iteration)
         os.makedirs(path := f"{self.folder}/step{iteration}", exist_ok=True)
         dist.barrier()
         self._queue.schedule_async_request(dist_checkpointing.save(self._sharded(), path, async_sharded_save=True))
