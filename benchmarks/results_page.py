@@ -37,15 +37,7 @@ Renderer = Callable[[Mapping[str, Any]], Iterator[str]]
 
 @cache
 def rows_of(name: str) -> dict[str, Any]:
-    """A result file; one of ``cost.py`` that did not end gets its tables from its blocks."""
     content: dict[str, Any] = json.loads((FOLDER / "results" / name).read_text())
-    if content.get("benchmark") == "cost" and "tables" not in content:
-        blocks = content["blocks"]
-        places = dict.fromkeys((block["job"], block["load"]) for block in blocks)
-        content["tables"] = {
-            f"{job}/{load}": {row: cost.figures_of(blocks, job, load, row) for row in cost.ROWS}
-            for job, load in places
-        }
     return content
 
 
@@ -153,6 +145,7 @@ def claim_lines(entries: Mapping[str, Any]) -> Iterator[str]:
 
 SECTIONS: Sequence[tuple[str, str, Renderer]] = (
     ("cost", "cost*.json", tables_of(cost)),
+    ("ablation", "ablation*.json", tables_of(cost)),
     ("peers", "peers*.json", tables_of(peers)),
     ("recovery", "recovery*.json", tables_of(recovery)),
     ("goodput", "goodput*.json", tables_of(goodput)),

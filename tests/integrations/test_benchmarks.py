@@ -43,7 +43,8 @@ def run(folder: Path, arena_root: Path, name: str, *words: str, places: str = ""
 
 def test_a_block_of_cost(folder: Path, arena_root: Path) -> None:
     sizes = cost.QUICK._replace(iterations=cost.STORED_EVERY)
-    block = cost.run_block(cost.Plan("plain", "idle", 0, "ftckpt, storage"), sizes, arena_root, folder)
+    row = "ftckpt, storage"
+    block = cost.run_block(cost.Plan("plain", "idle", 0, row), cost.ROWS[row], sizes, (arena_root, folder))
     assert "error" not in block, block["error"]
     assert len(block["iterations"]) == sizes.iterations and block["snapshots"] == 1
     assert block["iteration_secs"] > sizes.device_secs and block["cpu_secs"] > 0
