@@ -72,7 +72,8 @@ def about(name: str) -> Table:
     machine = f"{hardware['cores']} cores ({hardware['cpu']}), load average {hardware['load_average_at_start']:.1f}"
     text = f"{made['date'][:10]}, revision {made['revision'][:8]}, {machine} at the start ([rows](results/{name})):"
     command = re.sub(r"--json \S+", "--json FILE", made["command"])
-    return [text, "", f"    {command}", ""]
+    caution = ["Small sizes: outcomes count, times mean nothing.", ""] if " --quick" in command else []
+    return [text, "", f"    {command}", "", *caution]
 
 
 def tables_of(benchmark: Any) -> Renderer:
