@@ -187,17 +187,16 @@ def recovery_summary() -> Table:
 
 def cost_summary(entries: Mapping[str, Any]) -> Table:
     lines = []
-    for one in entries["cost"]:
-        rows = [rows_of(one["file"])["tables"][f"plain/{load}"][one["row"]] for load in cost.MAX_RATIO]
-        lines.append([one["what"], *(f"{row['ratio']:.2f}" for row in rows)])
-    return table(["iteration / off", *cost.MAX_RATIO], lines)
+    for load in cost.MAX_RATIO:
+        rows = [rows_of(one["file"])["tables"][f"plain/{load}"][one["row"]] for one in entries["cost"]]
+        lines.append([load, *(f"{row['ratio']:.2f}" for row in rows)])
+    return table(["", *(one["what"] for one in entries["cost"])], lines)
 
 
-def peers_summary() -> Table:
-    rows = {row: one for row, one in rows_of("peers-cpu-2core.json")["tables"]["restores"].items() if one}
-    return table(
-        ["", *peers.FAULTS], [[row, *(one[fault] for fault in peers.FAULTS)] for row, one in rows.items()], False
-    )
+def peers_summary(entries: Mapping[str, Any]) -> Table:
+    rows = rows_of("peers-cpu-2core.json")["tables"]["restores"]
+    lines = [[fault, *(rows[row][fault].lower() for row in entries["peers"])] for fault in peers.FAULTS]
+    return table(["", *entries["peers"]], lines, numbers=False)
 
 
 def survey() -> dict[str, Any]:
@@ -215,10 +214,12 @@ def pages() -> dict[Path, str]:
         lines += section
         found |= charts
     found[FOLDER / "RESULTS.md"] = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip("\n") + "\n"
-    tables = {"cost": cost_summary(entries), "recovery": recovery_summary(), "peers": peers_summary()}
+    tables = {"cost": cost_summary(entries), "recovery": recovery_summary(), "peers": peers_summary(entries)}
     for name in PAGES:
         text = (ROOT / name).read_text()
-        found[ROOT / name] = _PLACE.sub(lambda at: f"{at[1]}\n" + "\n".join(tables[at[2]]) + f"\n\n{at[3]}", text)
+        found[ROOT / name] = _PLACE.sub(
+            lambda at: "".join([at[1], *(f"{line}\n" for line in tables[at[2]]), at[3]]), text
+        )
     return found
 
 
