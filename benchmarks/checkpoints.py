@@ -126,3 +126,19 @@ class Fsdp2Dcp(Checkpoints):
 
         model, optimizer = get_state_dict(job.model, job.optimizer)
         return {"model": model, "optimizer": optimizer}
+
+
+class AsyncFsdp2Dcp(Fsdp2Dcp):
+    """The same by ``async_save``, which waits for the one before; ``written`` is done when all ranks have written."""
+
+    written: Any = None
+
+    def save(self, job: Any, path: str) -> None:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        if self.written is None:
+            self._group = dist.new_group(backend="gloo")  # its collectives run beside those of training
+        else:
+            self.written.result()
+        self.written = dcp.async_save(self._state(job), checkpoint_id=path, process_group=self._group)

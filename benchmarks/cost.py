@@ -68,8 +68,13 @@ ROWS: dict[str, Row] = {
     "torch.save": Row("torch.save", {}, "memory"),
     "DCP, thread": Row("DCP", THREAD, "memory"),
     "DCP, process": Row("DCP", PROCESS, "memory"),
+    "torchsnapshot": Row("torchsnapshot", {}, "memory"),
+    "torch_dist": Row("torch_dist", {}, "memory"),
     "DLRover": Row("DLRover", {}, "memory"),
+    "NVRx": Row("NVRx", {}, "memory"),
+    "NVRx, a replica": Row("NVRx", {"has_replica": True}, "memory"),
     "lm-resiliency": Row("lm-resiliency", {}, "memory"),
+    "lm-resiliency, files": Row("lm-resiliency", {"flush": True}, "memory"),
     "torch_checkpointing": Row("torch_checkpointing", {}, "memory"),
     "ftckpt, storage": Row("ftckpt", STORED, "storage", True),
     "torch.save, storage": Row("torch.save", {}, "storage", True),
@@ -147,7 +152,8 @@ def run_block(
         folder = stored if row.is_stored else tmpfs / "saved"
         counts = row.every, sizes.warm_up, sizes.iterations, sizes.mib, sizes.script, sizes.device_secs
         block = Block(plan.job, row.system, row.options, *counts, name, str(tmpfs), str(folder))
-        options: dict[str, Any] = {"timeout_secs": TIMEOUT_SECS, "stand_in": plan.job in ("megatron", "deepspeed")}
+        options: dict[str, Any] = {"timeout_secs": TIMEOUT_SECS}
+        options["stand_in"] = plan.job in ("megatron", "deepspeed") or SYSTEMS[row.system].on_stand_in
         try:
             with load_of(plan.load):
                 ranks = run_ranks(measure, RANKS, block, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import signal
 import time
@@ -16,11 +17,21 @@ import torch.distributed as dist
 
 from benchmarks.common import disk_bytes
 from benchmarks.jobs import MegatronJob, ShardedJob, TrainingJob, has_smp
-from benchmarks.systems import Dcp, Dlrover, LmResiliency, System, TorchCheckpointing, TorchSave
+from benchmarks.systems import (
+    Dcp,
+    Dlrover,
+    LmResiliency,
+    MegatronDist,
+    Nvrx,
+    System,
+    TorchCheckpointing,
+    TorchSave,
+    TorchSnapshot,
+)
 
 MAX_WARM_UP = 600
 """Iterations until an SMP must be there."""
-_SUBREAPER = 36
+SUBREAPER = 36
 _BYTES_PER_ELEMENT = 12
 """Weight and two moments in 32 bit."""
 
@@ -118,15 +129,26 @@ class Ftckpt(System):
     def close(self) -> None:
         self.checkpointer.close(remove=True)
 
+    def restore(self) -> int | None:
+        restored: int | None = self.job.restored
+        return restored
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.arena}/ftckpt-{place.name}/node/dp{rank}.*")
+
 
 SYSTEMS: dict[str, type[System]] = {
     "off": System,
     "ftckpt": Ftckpt,
     "torch.save": TorchSave,
     "DCP": Dcp,
+    "torch_dist": MegatronDist,
     "DLRover": Dlrover,
+    "NVRx": Nvrx,
     "lm-resiliency": LmResiliency,
     "torch_checkpointing": TorchCheckpointing,
+    "torchsnapshot": TorchSnapshot,
 }
 
 
@@ -147,18 +169,20 @@ class Training:
     """A job that trains with a system. Of an iteration: seconds, seconds blocked, whether a snapshot was taken."""
 
     def __init__(self, block: Block) -> None:
-        self._block, self._job = block, build(block)
-        self.system = SYSTEMS[block.system](self._job, block.folder, **block.options)
-        self._fence = timed(self._job, self.system.fence)
+        self._block, self.job = block, build(block)
+        begin = time.perf_counter()
+        self.system = SYSTEMS[block.system](self.job, block.folder, **block.options)
+        self.setup_secs = time.perf_counter() - begin
+        self._fence = timed(self.job, self.system.fence)
         self._ours = self.system if isinstance(self.system, Ftckpt) else None
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._job.tensors.values())
+        return sum(tensor.nbytes for tensor in self.job.tensors.values())
 
     def iterate(self) -> tuple[float, float, bool]:
         """One iteration, up to and with its boundary."""
-        job, is_taken = self._job, False
+        job, is_taken = self.job, False
         begin, job.blocked_secs = time.perf_counter(), 0.0
         job.train(self._fence)
         boundary = time.perf_counter()
@@ -184,11 +208,9 @@ class Training:
 
 def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
     """A block of iterations: their rows, and the processor time and memory that they took."""
-    with open(os.devnull, "w") as null:  # output of systems would hide the progress
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
+    silence()
     # Processes that a system detaches count, too.
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
     training = Training(block)
     training.warm_up()
     dist.barrier()
@@ -208,6 +230,13 @@ def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return found
+
+
+def silence() -> None:
+    """Drops the output of systems, which would hide the progress."""
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        os.dup2(null.fileno(), 2)
 
 
 def received_bytes() -> int:

@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class TrainingJob(ABC):
     name = arena = ""
     blocked_secs = 0.0
     """Seconds for which a system has blocked training in this iteration."""
+    restored: int | None = None
+    """The iteration that ``start`` has restored."""
 
     @property
     @abstractmethod
@@ -58,7 +60,7 @@ class TrainingJob(ABC):
     def start(self, config: Any) -> Any:
         """Attaches ftckpt and restores."""
         checkpointer = self.attach(config)
-        checkpointer.restore()
+        self.restored = checkpointer.restore()
         return checkpointer
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
@@ -75,6 +77,11 @@ class TrainingJob(ABC):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The local parts of ``optimizer_state``; delete the attribute if the optimizer has replaced them."""
         return {name: _local(tensor) for name, tensor in self.optimizer_state().items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies ``tensors`` into those of the job."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(tensors[name])
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import Blocks, Tables, environment, parser_of, print_tables, quartiles, scratch, turns
-from benchmarks.recovery_run import FAULTS, JOBS, LAUNCHERS, PARTS, Run
+from benchmarks.recovery_run import FAULTS, JOBS, LAUNCHERS, PARTS, Run, StateSource
 from ftckpt.errors import FtckptError
 from tests.support.processes import RunError
 
@@ -80,7 +80,10 @@ def run_block(plan: Plan, faults: Sequence[str], disk: Path) -> dict[str, Any]:
     """The recoveries from all faults of one start, or the error."""
     row = ROWS[plan.row]
     try:
-        with scratch(disk) as [folder], Run(plan.job, row.launcher, row.is_stored, PAUSE_SECS, folder) as run:
+        with (
+            scratch(disk) as [folder],
+            Run(plan.job, row.launcher, StateSource(row.is_stored), PAUSE_SECS, folder) as run,
+        ):
             return {"faults": run.measure(faults)}
     except (RunError, FtckptError, KeyError) as error:
         return {"error": f"{type(error).__name__}: {error}"[-4000:]}

@@ -1,10 +1,10 @@
 """A rank of the jobs of ``benchmarks/recovery.py``: an example script that notes the times of its start.
 
-    torchrun ... -m ftckpt.megatron benchmarks/recovery_job.py JOB STAMPS PAUSE DISK EVERY [arguments of the script]
+    torchrun ... -m ftckpt.megatron recovery_job.py JOB STAMPS PAUSE DISK EVERY HOW [arguments of the script]
 
 Each process writes JSON lines to ``STAMPS/<rank>.<pid>.jsonl``. With a folder ``DISK`` it saves there every ``EVERY``
-iterations, as is usual for its framework, and starts from the newest checkpoint there. It waits ``PAUSE`` seconds
-between iterations, in which a device would compute.
+iterations, as is usual for its framework, in the background if ``HOW`` is async, and starts from the newest one. It
+waits ``PAUSE`` seconds between iterations, in which a device would compute.
 """
 
 from __future__ import annotations
@@ -61,25 +61,34 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 class Disk:
     """Checkpoints of a job on storage; a start loads the newest. Collective."""
 
-    def __init__(self, framework: str, folder: Path) -> None:
-        from benchmarks.checkpoints import Fsdp2Dcp, TorchDist, Universal
+    def __init__(self, framework: str, folder: Path, is_async: bool) -> None:
+        from benchmarks.checkpoints import AsyncFsdp2Dcp, Fsdp2Dcp, TorchDist, Universal
 
-        peers = {"megatron": TorchDist, "deepspeed": Universal, "fsdp2": Fsdp2Dcp}
-        self._peer, self._folder = peers[framework](), folder
+        fsdp2 = AsyncFsdp2Dcp if is_async else Fsdp2Dcp
+        peers: dict[str, Any] = {"megatron": TorchDist, "deepspeed": Universal, "fsdp2": fsdp2}
+        self._peer, self._folder, self._is_async = peers[framework](), folder, is_async
 
-    def save(self, job: Any, iteration: int) -> None:
-        """Save, and remove the one before the last."""
+    def save(self, job: Any, iteration: int, note: Callable[[], None]) -> None:
+        """Save, and call ``note`` when the checkpoint is complete."""
         import torch.distributed as dist
 
         self._peer.save(job, str(self._folder / f"step{iteration}"))
+        if self._is_async:
+            self._peer.written.add_done_callback(lambda done: done.exception() or self._commit(iteration, note))
+            return
         dist.barrier()
-        if dist.get_rank() == 0:
+        self._commit(iteration, note)
+
+    def _commit(self, iteration: int, note: Callable[[], None]) -> None:
+        """Name the checkpoint as the newest, and remove the one before the last."""
+        if os.environ["RANK"] == "0":
             new = self._folder / f"{LATEST}.new"
             new.write_text(str(iteration))
             new.rename(self._folder / LATEST)
             saved = sorted(self._folder.glob("step*"), key=lambda path: int(path.name.removeprefix("step")))
             for path in saved[:-2]:
                 shutil.rmtree(path)
+        note()
 
     def load(self, job: Any) -> int:
         """The iteration that was loaded; 0: there is none."""
@@ -123,8 +132,8 @@ def follow(script: Any, stamps: Stamps, pause_secs: float, disk: Disk | None, ev
         metrics = original(job)
         stamps.note("step", iteration=metrics["iteration"])
         if disk is not None and metrics["iteration"] % every == 0:
-            disk.save(job, metrics["iteration"])
-            stamps.note("saved", iteration=metrics["iteration"])
+            begin, at = time.time(), metrics["iteration"]
+            disk.save(job, at, lambda: stamps.note("saved", iteration=at, secs=time.time() - begin))
         time.sleep(pause_secs)
         return metrics
 
@@ -144,13 +153,13 @@ def follow(script: Any, stamps: Stamps, pause_secs: float, disk: Disk | None, ev
 
 def main(argv: Sequence[str]) -> None:
     """Run the script of a job."""
-    job, folder, pause, saved, every, *arguments = argv
+    job, folder, pause, saved, every, how, *arguments = argv
     sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
     script = importlib.import_module(SCRIPTS[job])
     stamps = Stamps(Path(folder))
     stamps.note("process", process_began_at())
     stamps.note("imported")
-    follow(script, stamps, float(pause), Disk(job, Path(saved)) if saved else None, int(every))
+    follow(script, stamps, float(pause), Disk(job, Path(saved), how == "async") if saved else None, int(every))
     script.main(arguments)
 
 

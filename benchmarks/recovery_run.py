@@ -19,17 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftckpt.memory.directory import job_node_path
-from launch.demo_job import (
-    FRAMEWORKS,
-    LOST_NODE,
-    NODES,
-    REPLACEMENT,
-    SMALL,
-    Tail,
-    agent_environment,
-    clean,
-    free_endpoint,
-)
+from launch.demo_job import FRAMEWORKS, NODES, SMALL, Tail, agent_environment, clean, free_endpoint
 from tests.support.processes import ARENA, Processes, RunError, is_running
 
 _STARTING = ("detect", "teardown", "regroup", "start", "import", "rendezvous", "groups", "build")
@@ -115,11 +105,22 @@ class Rank:
         return next((self.notes[name]["time"] for name in names if name in self.notes), None)
 
 
-class Run:
-    """The agents of one run and their ranks. ``is_stored``: state comes from storage, not from ftckpt's memory."""
+class StateSource(NamedTuple):
+    """Where a restart finds the state: in ftckpt's memory, with ``settings``, or on storage, where the script saves
+    ``every`` so many iterations, in the background if it ``is_async``."""
 
-    def __init__(self, job: str, launcher: str, is_stored: bool, pause_secs: float, folder: Path) -> None:
-        self._job, self._is_stored, self._name = JOBS[job], is_stored, f"bench-{uuid.uuid4().hex[:8]}"
+    is_stored: bool
+    settings: Mapping[str, Any] = {"interval": 1}
+    every: int = SAVE_EVERY
+    is_async: bool = False
+
+
+class Run:
+    """The agents of one run and their ranks."""
+
+    def __init__(self, job: str, launcher: str, source: StateSource, pause_secs: float, folder: Path) -> None:
+        self._job, self._source, self._name = JOBS[job], source, f"bench-{uuid.uuid4().hex[:8]}"
+        self._nodes, self._num_nodes = list(NODES), len(NODES)
         self._folder, self._stamps, self._events = folder, folder / "stamps", folder / "events"
         self._stamps.mkdir()
         self._tail, self._processes = Tail(), Processes()
@@ -129,6 +130,9 @@ class Run:
         """Process ids of rank 0 that have reported a protected snapshot."""
         self._noticed = 0.0
         self._secs_of_step = 0.0
+        self.steps: list[tuple[float, int]] = []
+        """Of rank 0: when it finished which iteration."""
+        self.save_secs: list[float] = []
         self._launcher = LAUNCHERS[launcher]
         self._command = self._words(job, pause_secs)
         # Agents of torchrun would keep the address of the first store when its node is lost.
@@ -138,16 +142,17 @@ class Run:
             del self._env["FTCKPT_DEVICE"]
 
     def _words(self, job: str, pause_secs: float) -> list[str]:
-        stored = str(self._folder / "saved") if self._is_stored else ""
-        settings = {**SMALL, "job": self._name, "interval": 1, "events": str(self._events)}
-        script = [_JOB_SCRIPT, job, str(self._stamps), str(pause_secs), stored, str(SAVE_EVERY)]
-        flags = self._job.configure(self._folder, {} if self._is_stored else settings)
-        if self._is_stored:
+        source, stored = self._source, str(self._folder / "saved") if self._source.is_stored else ""
+        settings = {**SMALL, "job": self._name, "events": str(self._events), **source.settings}
+        how = [stored, str(source.every), "async" if source.is_async else "sync"]
+        script = [_JOB_SCRIPT, job, str(self._stamps), str(pause_secs), *how]
+        flags = self._job.configure(self._folder, {} if source.is_stored else settings)
+        if source.is_stored:
             (self._folder / "saved").mkdir()
         module = "" if self._launcher.takes_script else self._job.module
         agent = {"--nnodes": len(NODES), "--nproc-per-node": self._job.per_node, "--local-addr": "127.0.0.1"}
         agent |= {"--rdzv-backend": "c10d", "--rdzv-id": self._name, "--rdzv-endpoint": free_endpoint()}
-        agent |= {"--max-restarts": 9, "--monitor-interval": 0.1}
+        agent |= {"--max-restarts": 1000, "--monitor-interval": 0.1}
         return [
             *(sys.executable, "-m", *self._launcher.module),
             *(str(word) for option in agent.items() for word in option),
@@ -189,27 +194,38 @@ class Run:
         Raises:
             RunError: training did not start, or did not recover in time.
         """
+        self.start()
+        return {fault: self.recover(fault) for fault in faults}
+
+    def start(self) -> None:
+        """Starts the job; returns when it trains and agents are prepared for a restart."""
         for node in NODES:
             self._start(node)
         self._until(self._trains, "training began")
         self._wait_until_warm(*NODES)
-        return {fault: self._recover(fault) for fault in faults}
 
-    def _recover(self, fault: str) -> dict[str, Any]:
-        if fault == "node":
-            # Not earlier: after the loss of a rank torch's rendezvous takes the standby as a node of the job, and
-            # each node in turn as a new one, for which the others restart, without end.
-            self._start(REPLACEMENT)
-            self._until(lambda: JOINS in self._log_text(REPLACEMENT), "the standby was there")
-            time.sleep(STANDBY_SECS)
-            self._wait_until_warm(REPLACEMENT)
-        self._until(lambda: self._is_ready(fault), f"a state to go back to was there before fault {fault}")
-        time.sleep(random.uniform(0.0, self._secs_of_step))
-        self._look()
+    def wait_for_state(self) -> None:
+        """Trains until a restart of all nodes but one would find a state."""
+        self._until(self._is_ready, "a state to restore was there")
+
+    def train_until(self, when: float) -> int:
+        """The iterations that all ranks have finished at this time, or when they train again."""
+        self._until(lambda: time.time() >= when and self._trains(), "training went on")
+        return min(rank.notes["step"]["iteration"] for rank in self._ranks.values())
+
+    def recover(self, fault: str, at: float | None = None) -> dict[str, Any]:
+        """Strikes at a time, or when there is a state to restore, and returns when training is back."""
+        standby = self._start_standby() if fault == "node" else ""
+        if at is not None:
+            self.train_until(at)
+        else:
+            self.wait_for_state()
+            time.sleep(random.uniform(0.0, self._secs_of_step))
+            self._look()
         old, before = dict(self._ranks), len(self._pids)
         last = max(rank.notes["step"]["iteration"] for rank in old.values())
         self._noticed, struck = 0.0, time.time()
-        self._strike(fault)
+        self._strike(fault, standby)
         ended = 0.0
 
         def is_back() -> bool:
@@ -221,7 +237,7 @@ class Run:
         self._ranks = {}
         self._until(is_back, f"training came back from fault {fault}")
         begun = min(rank.notes["process"]["time"] for rank in self._ranks.values())
-        for rank in () if self._is_stored else self._ranks:
+        for rank in () if self._source.is_stored else self._ranks:
             self._ranks[rank].notes.update(self._events_of(rank))
         parts = parts_of(struck, self._noticed, min(ended or begun, begun), self._ranks.values())
         loaded = self._ranks[0].notes["loaded"]
@@ -229,21 +245,35 @@ class Run:
         lost = last - (loaded["iteration"] or 0)
         return {"secs": sum(parts.values()), "parts": parts, "lost": lost, "source": source, "starts": starts}
 
-    def _strike(self, fault: str) -> None:
+    def _start_standby(self) -> str:
+        """The node that waits to replace one."""
+        # Not earlier: after the loss of a rank torch's rendezvous takes the standby as a node of the job, and each
+        # node in turn as a new one, for which the others restart, without end.
+        standby = f"node{self._num_nodes}"
+        self._num_nodes += 1
+        self._start(standby)
+        self._until(lambda: JOINS in self._log_text(standby), "the standby was there")
+        time.sleep(STANDBY_SECS)
+        self._wait_until_warm(standby)
+        return standby
+
+    def _strike(self, fault: str, standby: str) -> None:
         if fault == "node":
-            self._processes.lose(LOST_NODE)
-            if not self._is_stored:
-                shutil.rmtree(job_node_path(ARENA, self._name, LOST_NODE))
+            lost = self._nodes.pop()  # the first one hosts the rendezvous
+            self._processes.lose(lost)
+            if not self._source.is_stored:
+                shutil.rmtree(job_node_path(ARENA, self._name, lost))
+            self._nodes.append(standby)
             return
         ranks = list(self._ranks) if fault == "all" else [max(self._ranks) // 2 + 1]
         for rank in ranks:
             os.kill(self._ranks[rank].pid, signal.SIGKILL)
 
-    def _is_ready(self, fault: str) -> bool:
+    def _is_ready(self) -> bool:
         """Whether a fault may strike: this attempt has a state to restore."""
         if not self._trains() or any(rank.steps < MIN_STEPS for rank in self._ranks.values()):
             return False
-        return "saved" in self._ranks[0].notes if self._is_stored else self._ranks[0].pid in self._protected
+        return "saved" in self._ranks[0].notes if self._source.is_stored else self._ranks[0].pid in self._protected
 
     def _trains(self) -> bool:
         """Whether all ranks have finished a step."""
@@ -301,6 +331,10 @@ class Run:
             if mine.steps == 1:
                 mine.notes["first step"] = note
         mine.notes[note["what"]] = note
+        if rank == 0 and note["what"] == "step":
+            self.steps.append((note["time"], note["iteration"]))
+        if rank == 0 and note["what"] == "saved":
+            self.save_secs.append(note["secs"])
 
     def _ends_of_logs(self) -> str:
         logs = sorted(self._folder.glob("node*.log"))

@@ -6,6 +6,7 @@ Packages of peers are imported when they run.
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shutil
 import subprocess
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 _AGENT = """
-import time
+import signal, time
 from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver
+signal.signal(signal.SIGUSR1, lambda *_: AsyncCheckpointSaver.reset())
 AsyncCheckpointSaver.start_async_saving_ckpt()
 print("ready", flush=True)
 while True:
@@ -33,6 +35,8 @@ class System:
 
     package = ""
     """Its distribution, unless that is torch or ftckpt."""
+    on_stand_in = False
+    """Whether it asserts CUDA: a host without a device needs the stand-in of the tests."""
 
     def __init__(self, job: Any, folder: str, **options: Any) -> None:
         self.job, self.folder, self.rank = job, folder, dist.get_rank()
@@ -47,6 +51,19 @@ class System:
         """Starts a snapshot; False: it was skipped."""
 
     def fence(self) -> None: ...
+
+    def restore(self) -> int | None:
+        """Loads the newest snapshot into the job, in the processes of a new start; returns its iteration."""
+        raise NotImplementedError
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        """Files and folders with the state of ``rank``; ``place`` has the job's name, arena and folder."""
+        raise NotImplementedError
+
+    @staticmethod
+    def start_agent(name: str) -> subprocess.Popen[str] | None:
+        """Starts the process that outlives the ranks of a job, if the launcher of this system has one."""
 
     def settle(self) -> None:
         """Trains until the cost of a snapshot is constant."""
@@ -73,9 +90,18 @@ class System:
         begin = time.perf_counter()
         future.add_done_callback(lambda _: self.stored_secs.append(time.perf_counter() - begin))
 
-    def remove_old(self, pattern: str, keep: int) -> None:
-        """Removes all that match except the newest ``keep``, outside the training thread."""
-        old = sorted(glob.glob(f"{self.folder}/{pattern}"), key=os.path.getmtime)[:-keep]
+    def newest(self, pattern: str) -> int | None:
+        """The newest iteration for which each rank finds a file; in ``pattern`` it is the asterisk."""
+        begin, _, end = f"{self.folder}/{pattern}".partition("*")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {int(path[len(begin) : -len(end)]) for path in glob.glob(f"{begin}*{end}")})
+        return max(set.intersection(*found), default=None)
+
+    def remove_old(self, pattern: str, keep: int, new: int = -1) -> None:
+        """Removes all that match except the newest ``keep``, outside the training thread. The folder of iteration
+        ``new``, which other ranks may have created, does not count."""
+        found = {*glob.glob(f"{self.folder}/{pattern}")} - {f"{self.folder}/step{new}"}
+        old = sorted(found, key=os.path.getmtime)[:-keep]
         threading.Thread(target=lambda: [remove(Path(path)) for path in old]).start()
 
 
@@ -102,6 +128,16 @@ class TorchSave(System):
         os.fsync(descriptor)
         os.close(descriptor)
         self.stored_secs.append(time.perf_counter() - begin)
+
+    def restore(self) -> int | None:
+        newest = self.newest(f"step*.{self.rank}")
+        if newest is not None:
+            self.job.load(torch.load(f"{self.folder}/step{newest}.{self.rank}"))
+        return newest
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.folder}/step*.{rank}")
 
 
 class Dcp(System):
@@ -132,7 +168,7 @@ class Dcp(System):
         if self._written is not None:
             self._written.result()
         if self.rank == 0:
-            self.remove_old("step*", 1)
+            self.remove_old("step*", 1, iteration)
         how = {"async_checkpointer_type": self._kind, "async_stager": self._stager, "process_group": self._group}
         saved: Any = dcp.async_save(self.named_tensors(), checkpoint_id=f"{self.folder}/step{iteration}", **how)
         self._staged, self._written = saved.staging_completion, saved.upload_completion
@@ -152,29 +188,133 @@ class Dcp(System):
         if self._group is None:
             self._stager.close()
 
+    def restore(self) -> int | None:
+        import torch.distributed.checkpoint as dcp
+
+        newest = self.newest("step*/.metadata")
+        if newest is not None:
+            dcp.load(self.named_tensors(), checkpoint_id=f"{self.folder}/step{newest}")
+        return newest
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.folder}/step*/__{rank}_*")
+
+
+class TorchSnapshot(System):
+    """``Snapshot.async_take``: copies while training waits, writes in a thread; keeps two."""
+
+    package = "torchsnapshot"
+
+    def setup(self) -> None:
+        import torchsnapshot
+
+        self._library, self._pending = torchsnapshot, None
+        self._state = {"job": torchsnapshot.StateDict(**self.job.tensors)}
+
+    def save(self, iteration: int) -> None:
+        self.drain()
+        if self.rank == 0:
+            self.remove_old("step*", 1, iteration)
+        self._pending = self._library.Snapshot.async_take(f"{self.folder}/step{iteration}", self._state)
+
+    def drain(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+
+    def close(self) -> None:
+        self.drain()
+
+    def restore(self) -> int | None:
+        newest = self.newest("step*/.snapshot_metadata")
+        if newest is not None:
+            self._library.Snapshot(f"{self.folder}/step{newest}").restore(self._state)
+            self.job.load(self._state["job"])
+        return newest
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        found = []
+        for path in Path(place.folder).glob("step*/.snapshot_metadata"):
+            entries = json.loads(path.read_text())["manifest"].items()
+            own = (entry for name, entry in entries if name.startswith(f"{rank}/") and "location" in entry)
+            found += [str(path.parent / entry["location"]) for entry in own]
+        return sorted({*found})
+
+
+class MegatronDist(System):
+    """Megatron's ``dist_checkpointing`` as with ``--async-save``: a forked process writes; keeps two."""
+
+    package, on_stand_in = "megatron-core", True
+
+    def setup(self) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+        self._queue = AsyncCallsQueue()
+
+    def _sharded(self) -> dict[str, Any]:
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        return {name: ShardedTensor.from_rank_offsets(name, one) for name, one in self.named_tensors().items()}
+
+    def save(self, iteration: int) -> None:
+        from megatron.core import dist_checkpointing
+
+        self.drain()
+        if self.rank == 0:
+            self.remove_old("step*", 1, iteration)
+        os.makedirs(path := f"{self.folder}/step{iteration}", exist_ok=True)
+        dist.barrier()
+        self._queue.schedule_async_request(dist_checkpointing.save(self._sharded(), path, async_sharded_save=True))
+
+    def drain(self) -> None:
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def close(self) -> None:
+        self.drain()
+        self._queue.close()
+
+    def restore(self) -> int | None:
+        from megatron.core import dist_checkpointing
+
+        newest = self.newest("step*/metadata.json")
+        if newest is not None:
+            loaded = dist_checkpointing.load(self._sharded(), f"{self.folder}/step{newest}")
+            self.job.load({name.partition(".")[2]: tensor for name, tensor in loaded.items()})
+        return newest
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.folder}/step*/__{rank}_*")
+
 
 class Dlrover(System):
     """Flash Checkpoint's engine for sharded state, to shared memory; leaves one out while the one before is stored.
 
-    The agent stands for that of dlrover-run: it owns locks and metadata.
+    The agent stands for that of dlrover-run: it owns locks and metadata. Rank 0 starts one unless it ``has_agent``.
     """
 
     package = "dlrover"
 
-    def setup(self) -> None:
+    @staticmethod
+    def start_agent(name: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "TORCHELASTIC_RUN_ID": name}
+        agent = subprocess.Popen([sys.executable, "-c", _AGENT], stdout=subprocess.PIPE, text=True, env=environ)
+        assert agent.stdout is not None
+        while "ready" not in (line := agent.stdout.readline()):
+            if not line:
+                raise RuntimeError("the agent of DLRover ended")
+        return agent
+
+    def setup(self, has_agent: bool = False) -> None:
+        ranks = dist.get_world_size()
         os.environ.update(TORCHELASTIC_RUN_ID=self.job.name, GROUP_RANK="0", GROUP_WORLD_SIZE="1")
-        os.environ["ROLE_NAME"] = "dlrover-trainer"
-        self._agent = None
-        if self.rank == 0:
-            self._agent = subprocess.Popen([sys.executable, "-c", _AGENT], stdout=subprocess.PIPE, text=True)
-            while "ready" not in (line := self._agent.stdout.readline()):  # type: ignore[union-attr]
-                if not line:
-                    raise RuntimeError("the agent of DLRover ended")
+        os.environ.update(ROLE_NAME="dlrover-trainer", LOCAL_WORLD_SIZE=str(ranks))
+        self._agent = None if has_agent or self.rank else self.start_agent(self.job.name)
         dist.barrier()
         from dlrover.python.common.storage import PosixDiskStorage
         from dlrover.trainer.torch.flash_checkpoint.deepspeed_engine import DeepSpeedCheckpointEngine
 
-        ranks = dist.get_world_size()
         self._engine = DeepSpeedCheckpointEngine(
             self.folder, PosixDiskStorage(), global_shard_num=ranks, zero_stage=3
         )
@@ -191,19 +331,85 @@ class Dlrover(System):
             self._agent.kill()
             self._agent.wait()
 
+    def restore(self) -> int | None:
+        if not (state := self._engine.load()):
+            return None
+        self.job.load(state["job"])
+        return int(state["iteration"])
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"/dev/shm/{place.name}_*shm_{rank}")
+
+
+class Nvrx(System):
+    """``LocalCheckpointManager``: in the background a copy, which a forked process writes, or with a replica."""
+
+    package, on_stand_in = "nvidia-resiliency-ext", True
+
+    def setup(self, has_replica: bool = False) -> None:
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager
+        from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
+
+        self._queue = None if has_replica else AsyncCallsQueue(persistent=False)
+        replicas = CliqueReplicationStrategy.from_replication_params(1, 2) if has_replica else None
+        self._manager = local_manager.LocalCheckpointManager(self.folder, repl_strategy=replicas)
+
+    def _state(self, tensors: dict[str, torch.Tensor]) -> Any:
+        """NVRx's class of tensors, whose copies from and to a device are clones and nothing."""
+        from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict as Base
+
+        def copy(state: Any, **_: Any) -> None:
+            if self._queue is not None:
+                state.state_dict = {name: tensor.clone() for name, tensor in state.state_dict.items()}
+
+        Base.copy_tensors_to_cpu, Base.restore_tensor_device = copy, lambda *_, **__: None
+        state = Base.__new__(Base)
+        state.state_dict, state._is_hollow = dict(tensors), False
+        return state
+
+    def save(self, iteration: int) -> None:
+        self.drain()
+        request = self._manager.save(self._state(self.job.tensors), iteration, is_async=self._queue is not None)
+        if self._queue is not None:
+            self._queue.schedule_async_request(request)
+
+    def drain(self) -> None:
+        if self._queue is not None:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+
+    def close(self) -> None:
+        self.drain()
+
+    def restore(self) -> int | None:
+        iteration = self._manager.find_latest()
+        if iteration == -1:
+            return None
+        self._state({})  # the class that the file names
+        self.job.load(self._manager.load()[0].state_dict)
+        return int(iteration)
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.folder}/{rank}/*")
+
 
 class LmResiliency(System):
-    """GEMINI's slots in the trainer's memory, and at its partner where it has one."""
+    """GEMINI's slots in the trainer's memory, and at its partner where it has one; with ``flush`` also a file for
+    each snapshot, which outlives the ranks."""
 
     package = "lm-resiliency"
 
-    def setup(self) -> None:
+    def setup(self, flush: bool = False) -> None:
         from lm_resiliency.checkpointing.config import InMemoryCkptConfig
         from lm_resiliency.checkpointing.manager import InMemoryCheckpointManager
 
         has_partner = {"replication_jump": 1} if dist.get_world_size() > 1 else {}
-        disk = {"disk_flush_interval": 0, "disk_folder": self.folder, "run_id": "bench"}
-        config = InMemoryCkptConfig(interval=1, pin_memory=self.job.on_cuda, **disk, **has_partner)
+        disk = {"disk_flush_interval": int(flush), "disk_folder": self.folder, "run_id": "bench"}
+        config = InMemoryCkptConfig(
+            interval=1, pin_memory=self.job.on_cuda, verify_integrity=flush, **disk, **has_partner
+        )
         self._manager = InMemoryCheckpointManager(config)
 
     def save(self, iteration: int) -> None:
@@ -214,6 +420,16 @@ class LmResiliency(System):
 
     def close(self) -> None:
         self._manager.close()
+
+    def restore(self) -> int | None:
+        if (loaded := self._manager.load_tensors()) is None:
+            return None
+        self.job.load(dict(zip(self.job.tensors, loaded[0], strict=True)))
+        return int(loaded[1])
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.folder}/**/rank-{rank}.pt", recursive=True)
 
 
 class TorchCheckpointing(System):
@@ -254,3 +470,14 @@ class TorchCheckpointing(System):
     def close(self) -> None:
         self.drain()
         self._manager.close()
+
+    def restore(self) -> int | None:
+        newest = self.newest(f"step*/job_{self.rank}.pt")
+        if newest is not None:
+            state = self._manager.load(f"{self.folder}/step{newest}", into={"job": self.job.tensors})
+            self.job.load(state["job"])
+        return newest
+
+    @staticmethod
+    def stored(place: Any, rank: int) -> list[str]:
+        return glob.glob(f"{place.folder}/step*/*_{rank}.pt")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost
+from benchmarks import cost, goodput, peers
 from benchmarks.network import NO_NAMESPACES
 from benchmarks.recovery import USUAL
 
@@ -43,7 +43,8 @@ def run(folder: Path, arena_root: Path, name: str, *words: str, places: str = ""
 
 def test_a_block_of_cost(folder: Path, arena_root: Path) -> None:
     sizes = cost.QUICK._replace(iterations=cost.STORED_EVERY)
-    block = cost.run_block(cost.Plan("plain", "idle", 0, "ftckpt, storage"), sizes, arena_root, folder)
+    row = "ftckpt, storage"
+    block = cost.run_block(cost.Plan("plain", "idle", 0, row), cost.ROWS[row], sizes, (arena_root, folder))
     assert "error" not in block, block["error"]
     assert len(block["iterations"]) == sizes.iterations and block["snapshots"] == 1
     assert block["iteration_secs"] > sizes.device_secs and block["cpu_secs"] > 0
@@ -103,3 +104,40 @@ def test_recovery(folder: Path, arena_root: Path) -> None:
         back = block["faults"]["rank"]
         assert back["source"] == ("storage" if block["row"] == USUAL else "memory")
         assert back["lost"] <= 10 and sum(back["parts"].values()) == pytest.approx(back["secs"])
+
+
+@pytest.mark.slow
+def test_peers(folder: Path, arena_root: Path) -> None:
+    rows = ["ftckpt, each iteration", "torch_dist"]
+    table = run(folder, arena_root, "peers", "--rows", *rows, places="arena")["tables"]["restores"]
+    ours, theirs = (table[row] for row in rows)
+    assert {ours[fault] for fault in peers.FAULTS} == {peers.EXACT} and ours["load_secs"] > 0
+    assert theirs[peers.ALL] == theirs[peers.HELPERS] == peers.EXACT
+    assert theirs[peers.FLIPPED] == peers.WRONG and theirs[peers.LOST] == "error"
+
+
+def test_goodput_of_a_made_up_run() -> None:
+    probed = goodput.Probe(iteration_secs=0.5, cost_secs=0.1, save_secs=0.2)
+    restart = {"kind": "node", "secs": 10.0, "lost": 30}
+    found = {"wall_secs": 100.0, "useful": 150, "restarts": [restart] * 2, "interval": 4.0, "protect_secs": 2.0}
+    ours = goodput.figures_of(goodput.OURS, found, probed, 20)
+    assert (ours["goodput"], ours["down"], ours["repeated"]) == (0.75, 0.2, 0.3)
+    assert ours["repeated_predicted"] == pytest.approx(2 * ((4 / 2 + 2) * 0.5 + 1.5 * 2) / 100)
+    usual = goodput.figures_of(goodput.USUAL, found, probed, 20)
+    assert usual["predicted"] == pytest.approx((1 - 0.1 / 20 / 0.5) * (1 - (20 + 2 * (5 + 0.2)) / 100))
+
+
+def test_failures_are_those_of_their_seed_and_as_frequent_as_they_should_be() -> None:
+    times = goodput.Times(10.0, 100_000.0, 50.0)
+    failures = goodput.failures_of(times, 3)
+    assert failures == goodput.failures_of(times, 3) != goodput.failures_of(times, 4)
+    assert len(failures) == pytest.approx(2000, rel=0.1)
+    assert {failure.kind for failure in failures} == goodput.WEIGHTS.keys()
+
+
+@pytest.mark.slow
+def test_goodput(folder: Path, arena_root: Path) -> None:
+    found = run(folder, arena_root, "goodput", "--minutes", "1.5", places="disk")
+    assert found["every"] >= 1 and found["probe"]["iteration_secs"] > 0
+    for row in found["tables"]["goodput"].values():
+        assert row["failures"] > 0 and 0 < row["goodput"] < 1.1 and 0 < row["predicted"] < 1

@@ -80,7 +80,7 @@ def test_each_benchmark_has_its_command_and_each_figure_a_program_that_is_there(
     assert len(sections) > 6
     for name, body in sections.items():
         assert f"    python benchmarks/{name}.py" in body and (folder / f"{name}.py").exists(), name
-    for result in re.findall(r"\]\((results/\S+\.json)\)", page):
+    for result in re.findall(r"\]\((results/\S+\.json)\)", page + (folder / "RESULTS.md").read_text()):
         made = json.loads((folder / result).read_text())
         command = made.get("command") or made["environment"].get("command", "")
         for program in re.findall(r"benchmarks/\w+\.py", command):
