@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ftckpt.frameworks.launcher import log_to_stderr
 from ftckpt.runner import notes
 from ftckpt.runner.preload import Preloader
 from ftckpt.runner.rendezvous import drop_ended, leave, poll_often
@@ -45,6 +46,7 @@ class Agent(LocalElasticAgent):
         self._shared = getattr(getattr(getattr(handler, "_state_holder", None), "_backend", None), "_store", None)
         drop_ended(handler, self._shared)
         self._shared_size = 0
+        self._failures: set[str] = set()
         # torch sleeps for this interval between polls of the workers; ``_wait`` returns early if a worker ends.
         spec = self._worker_group.spec
         self._interval_secs, spec.monitor_interval = spec.monitor_interval, 0.0
@@ -63,7 +65,7 @@ class Agent(LocalElasticAgent):
         self._poll_server()
         self._wait()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.FAILED and notes.is_over(self._preloader.directory):
+        if result.state is WorkerState.FAILED and self._is_hopeless():
             self._remaining_restarts = 0
         return result
 
@@ -88,6 +90,17 @@ class Agent(LocalElasticAgent):
         for fd in (*self._preloader.wakers(), *workers):
             poll.register(fd, select.POLLIN)
         poll.poll(min(self._interval_secs, _POLL_SECS) * 1000)
+
+    def _is_hopeless(self) -> bool:
+        """Whether another attempt would fail as well: a worker reported so, or failed twice at the same line before
+        it joined the others."""
+        before, self._failures = self._failures, notes.take_failures(self._preloader.directory)
+        if notes.OVER in self._failures:
+            return True
+        for failure in before & self._failures:
+            log_to_stderr().error("ftckpt: no further attempt: the script failed twice with %s", failure)
+            return True
+        return False
 
     def _stop_workers(self, worker_group: WorkerGroup, *more: Any, **options: Any) -> None:
         if isinstance(self._pcontext, Workers):

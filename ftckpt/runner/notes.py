@@ -1,4 +1,4 @@
-"""Files that workers write for their agent, in its own directory: imported modules, and that the job is over."""
+"""Files that workers write for their agent, in its own directory: imported modules, and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-_IMPORTS, _OVER, _LEFT_OUT, _LOCK = "imports", "over", "left-out", "lock"
+_IMPORTS, _FAILURES, _LEFT_OUT, _LOCK = "imports", "failures", "left-out", "lock"
+OVER = "over"
+"""A failure that every further attempt would repeat."""
 
 
 def make_directory() -> tuple[Path, IO[bytes]]:
@@ -37,7 +39,7 @@ def make_directory() -> tuple[Path, IO[bytes]]:
 
 def remove(directory: Path) -> None:
     """Removes the files, and the directory, which must have no others."""
-    for name in (_IMPORTS, _OVER, _LEFT_OUT, _LOCK):
+    for name in (_IMPORTS, _FAILURES, _LEFT_OUT, _LOCK):
         (directory / name).unlink(missing_ok=True)
     directory.rmdir()
 
@@ -99,15 +101,16 @@ def write_left_out(directory: Path, modules: Mapping[str, str]) -> Path:
     return path
 
 
-def mark_over(directory: Path) -> None:
-    """Record that every further attempt would fail as this worker did."""
-    with suppress(OSError):
-        (directory / _OVER).touch()
+def leave_failure(directory: Path, text: str) -> None:
+    """Records a failure of this worker that further attempts may repeat."""
+    _append(directory / _FAILURES, [text])
 
 
-def is_over(directory: Path) -> bool:
-    """Whether a worker has recorded that."""
-    return (directory / _OVER).exists()
+def take_failures(directory: Path) -> set[str]:
+    """Returns the failures recorded since the last call."""
+    failures = set(_lines(directory / _FAILURES))
+    (directory / _FAILURES).unlink(missing_ok=True)
+    return failures
 
 
 def _append(path: Path, lines: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ import importlib.util
 import os
 import runpy
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -30,6 +32,12 @@ from ftckpt.frameworks.imports import ImportWatch
 from ftckpt.memory.launch_record import launcher_run
 from ftckpt.runner import notes
 from ftckpt.session.gc_pause import imports_that_stay
+
+_EARLY_SECS = 300.0
+"""A script that fails after this time is assumed to have made progress."""
+_FAILS_ALIKE: tuple[type[Exception], ...] = (SyntaxError, ImportError, NameError, AttributeError)
+_FAILS_ALIKE += (TypeError, ValueError, LookupError, AssertionError)
+"""Errors of the script itself; errors of files, networks and devices may not recur at the next attempt."""
 
 
 class _Frameworks:
@@ -124,9 +132,18 @@ def main(words: Sequence[str], framework: str = "") -> int:
 
 
 def _noted(directory: Path, words: Sequence[str]) -> int:
-    code = main(words)
+    begun = time.monotonic()
+    try:
+        code = main(words)
+    except _FAILS_ALIKE as error:
+        dist = sys.modules.get("torch.distributed")
+        has_met = dist is not None and dist.is_available() and dist.is_initialized()
+        if not has_met and time.monotonic() - begun < _EARLY_SECS:
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            notes.leave_failure(directory, f"{type(error).__name__} at {trace.filename}:{trace.lineno}")
+        raise
     if code and launcher_run(os.environ).read().over:
-        notes.mark_over(directory)
+        notes.leave_failure(directory, notes.OVER)
     return code
 
 

@@ -373,12 +373,17 @@ import own_one, own_two, colorsys
 @pytest.mark.parametrize(
     ("script", "starts"),
     [
+        ("import no_such_module", 2),
         ("import argparse; argparse.ArgumentParser().parse_args(['--unknown'])", 1),  # the next one ends before it
-        ("raise ConnectionError('may be over soon')", 2),
+        ("raise ConnectionError('may be over soon')", 4),
+        pytest.param("sys.exit(5)", 4, marks=pytest.mark.slow),
+        pytest.param("[int, abs][attempt % 2]('x')", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_script_that_rejects_its_arguments_is_not_started_again(script: str, starts: int, tmp_path: Path) -> None:
-    words = ("--nproc-per-node", "2", "--max-restarts", "1", "train.py")
+def test_a_script_that_fails_twice_alike_before_it_meets_others_is_not_started_again(
+    script: str, starts: int, tmp_path: Path
+) -> None:
+    words = ("--nproc-per-node", "2", "--max-restarts", "3", "train.py")
     with Running(tmp_path / "job", f"report()\n{script}\n", *words) as job:
         assert job.end() == 1
         assert job.attempts() == starts, job.output()
