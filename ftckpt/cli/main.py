@@ -35,7 +35,7 @@ start
     ftckpt check --node-memory 400GiB
     torchrun --nproc-per-node 8 -m ftckpt check
   plan     show what a job of a given size survives and costs, and its flags
-    ftckpt plan --params 70b --gpus-per-node 8 --nodes 16 --tp 8 --pp 4
+    ftckpt plan --model llama3-70b --cluster dgx-h100 --nodes 16 --tp 8 --pp 4
     ftckpt plan --params 34b --gpus-per-node 8 --nodes 8 --zero 3 --node-memory 512GiB
   run      launch a job with torchrun's own arguments; restarts import nothing
     ftckpt run --nproc-per-node 8 --max-restarts 20 --rdzv-id my-run train.py --ftckpt

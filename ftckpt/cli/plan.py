@@ -14,6 +14,7 @@ from ftckpt.cli.answers import Answer, Lines, warn
 from ftckpt.cli.options import add_node_memory
 from ftckpt.cli.plan_holdings import HEADER_BYTES, StartPlan, plan
 from ftckpt.cli.plan_job import JobShape, add_shape, job_of
+from ftckpt.cli.plan_names import CLUSTERS
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
@@ -21,7 +22,7 @@ from ftckpt.model.text import human, human_secs
 from ftckpt.parity.modes import ways_to_need_less
 from ftckpt.parity.table import Memory
 from ftckpt.setting import convert
-from ftckpt.smp.link import NetworkLimit, unknown_limit
+from ftckpt.smp.link import SHARE, NetworkLimit, unknown_limit
 from ftckpt.units import in_words as rate_in_words
 from ftckpt.units import rate
 
@@ -51,7 +52,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         reads = partial(convert, _flag(name), setting=settings[name])
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     text = "host memory of a node that training leaves free, such as 512GiB; exit status 1: the job does not fit"
-    add_node_memory(parser, text)
+    add_node_memory(parser, f"{text} (default: all of a node of --cluster)")
 
 
 def run_plan(arguments: argparse.Namespace) -> Lines:
@@ -62,7 +63,8 @@ def run_plan(arguments: argparse.Namespace) -> Lines:
     """
     settings_are_written(SettingSyntax.OPTION)
     config = Config(**{s.name: getattr(arguments, s.name) for s in fields(Config) if hasattr(arguments, s.name)})
-    job, node_bytes = job_of(arguments, config), arguments.node_memory or 0
+    job, cluster = job_of(arguments, config), CLUSTERS.get(arguments.cluster)
+    node_bytes = arguments.node_memory or (cluster.node_bytes if cluster is not None else 0)
     if node_bytes and config.memory_limit_bytes > node_bytes:
         raise ConfigError(
             f"--memory-limit: {config.memory_limit} is more than --node-memory; lower it, or leave it out"
@@ -71,6 +73,9 @@ def run_plan(arguments: argparse.Namespace) -> Lines:
         warn(f"{job.ranks} ranks: this takes some seconds")
     planned = plan(job, config)
     limit = unknown_limit(config.network_rate)
+    if cluster is not None and config.network_rate == "auto":
+        source = f"{SHARE:.0%} of one link of {arguments.cluster}, {cluster.link_gbits:g} Gbit/s"
+        limit = NetworkLimit(SHARE * cluster.link_gbits * 1e9 / 8, source)
     flushes = _flushes(planned, config)
     verdict = judge(planned, config, node_bytes, limit, flushes.mtbf_secs) if node_bytes else None
     assumed, flags = list(_assumptions(planned, verdict)), shlex.join(replace(config, enabled=True).flags())

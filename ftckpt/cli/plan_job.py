@@ -9,7 +9,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
+from ftckpt.cli.plan_names import CLUSTERS, MODELS
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
 from ftckpt.model.manifest import MAX_CHUNKS, shard_name
@@ -161,12 +163,14 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, default=1, help=f"{name.upper()} size (default: 1)")
     parser.add_argument("--dp", type=int, help="DP size (default: fills --nodes, else 1)")
     parser.add_argument("--etp", type=int, help="TP size of experts (default: that of --tp)")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N", help="ranks per node")
+    parser.add_argument("--cluster", choices=CLUSTERS, help="nodes by name: GPUs, host memory, network")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks per node (default: that of --cluster)")
     parser.add_argument("--nodes", type=int, metavar="N", help="nodes (default: tp*pp*dp*cp / --gpus-per-node)")
-    text = "parameters of the model, such as 34b or 34e9"
-    parser.add_argument("--params", type=partial(_count, "--params"), required=True, help=text)
+    parser.add_argument("--model", choices=MODELS, help="a model by name: parameters, layers, hidden size")
+    text = "parameters of the model, such as 34b or 34e9 (default: those of --model)"
+    parser.add_argument("--params", type=partial(_count, "--params"), help=text)
     count, text = partial(_count, "--expert-params"), "how many of them are in experts"
-    parser.add_argument("--expert-params", type=count, default=0.0, metavar="P", help=text)
+    parser.add_argument("--expert-params", type=count, metavar="P", help=text)
     parser.add_argument(
         "--optimizer", choices=("distributed", "replicated"), help="Megatron's, or DDP's (default: distributed)"
     )
@@ -193,7 +197,7 @@ def job_of(arguments: argparse.Namespace, config: Config) -> JobShape:
     Raises:
         ConfigError: an impossible job; the message names the option and the remedy.
     """
-    arguments = argparse.Namespace(**vars(arguments))
+    arguments = argparse.Namespace(**_with_names(arguments))
     for name in _SIZES:
         size = getattr(arguments, name)
         _require(size is None or size >= 1, name, f"{size} is too small; the least is 1")
@@ -231,6 +235,22 @@ def _require(is_met: bool, option: str, text: str) -> None:
     if not is_met:
         name = option if "*" in option else f"--{option.replace('_', '-')}"
         raise ConfigError(f"{name}: {text}")
+
+
+def _with_names(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options, with what ``--model`` and ``--cluster`` stand for where it is not given."""
+    known: dict[str, Any] = {"expert_params": 0.0}
+    if (model := MODELS.get(arguments.model)) is not None:
+        known |= {"params": model.params, "expert_params": model.expert_params if arguments.params is None else 0.0}
+        pp, tp, name = arguments.pp, max(1, arguments.tp), arguments.model
+        _require(pp <= model.layers, "pp", f"{pp} is more than the {model.layers} layers of {name}")
+        _require(model.hidden % tp == 0, "tp", f"{tp} does not divide {model.hidden}, the hidden size of {name}")
+    if (cluster := CLUSTERS.get(arguments.cluster)) is not None:
+        known["gpus_per_node"] = cluster.gpus
+    known |= {name: value for name, value in vars(arguments).items() if value is not None}
+    for name, by_name in (("params", "--model"), ("gpus_per_node", "--cluster")):
+        _require(name in known, name, f"is missing; give it, or a name with {by_name}")
+    return {**vars(arguments), **known}
 
 
 def _data_parallel(arguments: argparse.Namespace) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from ftckpt.cli.main import main
 from ftckpt.cli.plan_holdings import build
 from ftckpt.cli.plan_job import JobShape, StatePartition
-from ftckpt.config import Config
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes
 from tests.support.errors import lacks
@@ -261,7 +258,6 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
         ("--dp 4 --gpus-per-node 1 --params 1e9 --peer-losses 4", "--peer-losses 4"),
         ("--dp 1000000 --pp 1000 --gpus-per-node 8 --params 1e12", ""),
         ("--dp 8 --params 1e9", "--gpus-per-node"),
-        ("--dp 8 --gpus-per-node 8", "--params"),
     ],
 )
 def test_a_job_that_cannot_be_names_its_flag(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
@@ -279,28 +275,3 @@ def test_how_often_snapshots_go_to_storage_follows_from_mtbf_and_the_rate(capsys
     assert slow["persist_interval_secs"] == pytest.approx(2 * node_bytes / 1e6), "storage rests as long as it works"
     assert planned(capsys, SIZE)["persist_interval_secs"] > value["persist_interval_secs"]
     assert not lacks(printed(capsys, SIZE), "115 h", "--mtbf")
-
-
-@pytest.mark.parametrize(("nodes", "group"), [(16, 2), (6, 6), (12, 6), (16, 4)])
-def test_the_published_cases_of_gemini_and_reft(nodes: int, group: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """A group survives one node: of pairs of lost nodes those in different groups. GEMINI (SOSP'23) has 93.3 % for 16
-    nodes in groups of 2, REFT (arXiv 2310.12670) the form for groups with one parity block each."""
-    words = f"--zero 3 --params 1b --gpus-per-node 2 --nodes {nodes} --tp 1 --protect peer --peer-group {group}"
-    rows = {row["lost"]: (row["survived"], row["cases"]) for row in planned(capsys, words)["failures"]}
-    cases = math.comb(nodes, 2)
-    assert rows["one node"] == (nodes, nodes)
-    assert rows["any two nodes"] == (cases - nodes // group * math.comb(group, 2), cases)
-
-
-@pytest.mark.parametrize(
-    "settings", ["", "--protect peer --slots 4 --persist /there", "--persist-rate 2GB/s --mtbf 40h"]
-)
-def test_the_last_line_has_the_flags_of_the_job(capsys: pytest.CaptureFixture[str], settings: str) -> None:
-    assert main(["plan", *f"{SIZE} {settings}".split()]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    config, rest = Config.from_flags(shlex.split(last.removeprefix("flags: ")))
-    words = settings.split()
-    chosen = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    assert config.enabled and not rest
-    assert all(str(getattr(config, name)) == value for name, value in chosen.items())
-    assert config.flags() == Config(enabled=True, **{n: getattr(config, n) for n in chosen}).flags()
