@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 from ftckpt.cli.answers import Answer, Lines, warn
 from ftckpt.cli.options import add_node_memory
-from ftckpt.cli.plan_holdings import HEADER_BYTES, StartPlan, plan
+from ftckpt.cli.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, leaner, plan
 from ftckpt.cli.plan_job import JobShape, add_shape, job_of
 from ftckpt.cli.plan_names import CLUSTERS
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
 from ftckpt.model.text import human, human_secs
-from ftckpt.parity.modes import ways_to_need_less
 from ftckpt.parity.table import Memory
 from ftckpt.setting import convert
 from ftckpt.smp.link import SHARE, NetworkLimit, unknown_limit
@@ -219,12 +218,26 @@ class PlanAnswer:
 
 def judge(planned: StartPlan, config: Config, node_bytes: int, limit: NetworkLimit, mtbf: float) -> PlanAnswer:
     """Checks whether ``planned`` fits nodes of ``node_bytes``, and whether the network is fast enough for it."""
-    need, faults = planned.table.fullest, []
+    need, faults, received_bytes = planned.table.fullest, [], planned.arrangement.received_bytes
     if need.sum > node_bytes:
-        ways = ways_to_need_less(config, planned.slots, bool(planned.modes.names))
-        larger = f"more ranks, or nodes with {human(need.sum)}"
-        faults.append(("it does not fit", ", ".join((*ways, larger))))
-    if fault := limit.too_slow(max(planned.table.network.values()), mtbf):
+        setting, arrangement, text = _fitting(planned, config, node_bytes)
+        # Without a mode on replicas, peers send more.
+        received_bytes = max(received_bytes, arrangement.received_bytes)
+        faults.append(("it does not fit", f"{setting} {text}".strip()))
+    if fault := limit.too_slow(received_bytes, mtbf):
         faults.append(fault)
     names = ",".join(planned.modes.names) or "none"
     return PlanAnswer(node_bytes, need, planned.slots, names, tuple(faults))
+
+
+def _fitting(planned: StartPlan, config: Config, node_bytes: int) -> tuple[str, ProtectionPlan, str]:
+    """The first setting that makes it fit, the plan with it, and its memory as text. If none does, the setting is
+    empty and the text names the smallest need."""
+    least, with_setting = planned.table.fullest, ""
+    for setting, arrangement, memory in leaner(planned, config):
+        if memory.sum <= node_bytes:
+            return setting, arrangement, f"needs {human(memory.sum)}"
+        if memory.sum < least.sum:
+            least, with_setting = memory, f" with {setting}"
+    text = f"more ranks, or nodes with {human(least.sum)}{with_setting}, the smallest need of any setting"
+    return "", planned.arrangement, text

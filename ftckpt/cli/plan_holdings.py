@@ -5,8 +5,8 @@ Only the content of the shards is assumed, from the size of the job (``plan_job`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from ftckpt.parity.groups import (
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
 from ftckpt.parity.modes import Modes, possible_modes, require_slots, resolve_modes, ways_to_need_less
 from ftckpt.parity.stripes import blocks_bytes
-from ftckpt.parity.table import ProtectionTable, protection_table
+from ftckpt.parity.table import Memory, ProtectionTable, memory_table, network_table, protection_table
 
 HEADER_BYTES = 64 << 10
 """The assumed size of a slot's header, which its package repeats."""
@@ -160,8 +160,18 @@ class ProtectionPlan:
         """The most optimizer-updated state, with its parity and copies, that any rank writes per snapshot."""
         return max(sum(sum(section.lengths) for section in holding.sections) for holding in self.holdings)
 
+    @property
+    def received_bytes(self) -> int:
+        """The most bytes that any node receives per protected snapshot."""
+        return max(network_table(self.holdings, self.groups, self.mirrors).values())
+
     def table(self, slots: int) -> ProtectionTable:
         return protection_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
+
+    def fullest(self, slots: int) -> Memory:
+        """The memory of the node that needs most, as in ``table``, without computing which losses are survived."""
+        memory = memory_table(self.holdings, self.groups, self.mirrors, slots, parity_bytes)
+        return max(memory.values(), key=lambda node: node.sum)
 
 
 @dataclass(frozen=True)
@@ -213,3 +223,25 @@ def plan(job: JobShape, config: Config) -> StartPlan:
     remedies = ways_to_need_less(config, slots, bool(modes.names))
     require_limit(config.memory_limit_bytes, node, memory.slots, memory.parity, memory.packages, remedies=remedies)
     return StartPlan(arrangement, slots, table, left_out)
+
+
+def leaner(planned: StartPlan, config: Config) -> Iterator[tuple[str, ProtectionPlan, Memory]]:
+    """Settings with which nodes need less memory, the plan with each, and the memory of its fullest node; those that
+    survive most come first. Where only ``--ftckpt-protect`` is named, slots stay as set."""
+    job, names = planned.arrangement.job, planned.modes.names
+    # First without node parity: it cannot reconstruct a lost node.
+    fewer = [tuple(name for name in names if name not in without) for without in _WITHOUT]
+    for wanted in dict.fromkeys([names, *filter(None, fewer), *([("none",)] if names else [])]):
+        arrangement, settings = planned.arrangement, list[str]()
+        if wanted != names:
+            protect = ",".join(wanted)
+            arrangement = ProtectionPlan(job, resolved(job, replace(config, protect=protect, slots=0))[0])
+            settings.append(f"--ftckpt-protect {protect}")
+        least = config.least_slots(bool(arrangement.modes.names))
+        if settings:
+            yield settings[0], arrangement, arrangement.fullest(config.slots or least)
+        if config.slots > least:
+            yield " ".join([*settings, f"--ftckpt-slots {least}"]), arrangement, arrangement.fullest(least)
+
+
+_WITHOUT = (("node",), ("node", "replica", "copy"), ("node", "peer"), ("replica", "copy", "peer"))

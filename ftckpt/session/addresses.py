@@ -1,15 +1,17 @@
-"""The listening address of this node's SMP: as configured, as set for gloo or NCCL, or discovered."""
+"""The listening addresses of this node's SMP: as configured, as set for gloo or NCCL, or discovered."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
 from ftckpt.errors import ConfigError
+from ftckpt.memory.memory_limits import read_lines
 from ftckpt.smp.link import interfaces
 
 LOOPBACK = "127.0.0.1"
@@ -17,6 +19,7 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Documentation addresses (RFC 5737, RFC 3849), which no machine has: they select the default route."""
 _OF_CONTAINERS = ("docker", "virbr", "br-", "cni", "veth")
 """Prefixes of interfaces to local containers and virtual machines, which reach no other machine."""
+_SYSFS = Path("/sys/class/net")
 
 
 def machine() -> str:
@@ -30,17 +33,18 @@ def machine() -> str:
 
 
 def listening_address(configured: str, machines: Collection[str], env: Mapping[str, str]) -> str:
-    """The listening address of this node's SMP.
+    """The comma-separated listening addresses of this node's SMP.
 
-    The one ``configured``; else loopback, if all ``machines`` are the same; else the address of an interface that
-    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or of the route to MASTER_ADDR.
+    Those ``configured``; else loopback, if all ``machines`` are the same; else the address of an interface that
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names, or of the route to MASTER_ADDR. Interfaces of the same kind are
+    added, but only named ones if any is named.
 
     Raises:
         ConfigError: no address was found, or the configured one is not of this machine.
     """
     there = interfaces()
     if configured:
-        return _configured(configured)
+        return _with_alike(_configured(configured), there, _exact(configured))
     if len(set(machines)) == 1:
         return LOOPBACK
     towards = _towards(env.get("MASTER_ADDR", ""))
@@ -48,8 +52,9 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
         wanted = env.get(variable, "")
         candidates = _usable(there, names(wanted)) if wanted else []
         if candidates:
-            # With several rails, the one towards MASTER_ADDR is preferred.
-            return towards if towards in candidates else candidates[0]
+            # With several rails, the one towards MASTER_ADDR comes first.
+            first = towards if towards in candidates else candidates[0]
+            return _with_alike(first, there, names(wanted))
     # ``_is_reached`` excludes loopback: Debian's hosts file maps the host name to 127.0.1.1.
     ways = (towards, _towards(socket.gethostname()), *map(_towards, _ANYWHERE))
     found = next(filter(_is_reached, ways), "") or next(iter(_usable(there, _between_machines)), "")
@@ -58,7 +63,25 @@ def listening_address(configured: str, machines: Collection[str], env: Mapping[s
             "--ftckpt-smp-listen: no address was found at which other nodes can reach this one; name an address of "
             f"this machine, or an interface ({_listed(there)})"
         )
-    return found
+    return _with_alike(found, there, _between_machines)
+
+
+def _with_alike(first: str, there: Mapping[str, list[str]], wanted: Callable[[str], bool]) -> str:
+    """``first``, and addresses of the same family on the ``wanted`` interfaces of the same kind."""
+    kinds = {name: _kind(name) for name, addresses in there.items() if first in addresses}
+    family = ":" in first
+    alike = [
+        next(filter(lambda one: (":" in one) == family, addresses), "")
+        for name, addresses in there.items()
+        if name not in kinds and wanted(name) and _kind(name) in kinds.values()
+    ]
+    return ",".join([first, *filter(_is_reached, alike)])
+
+
+def _kind(name: str) -> tuple[str, ...]:
+    """The common properties of a machine's rails: name without digits, type and speed of the link."""
+    facts = (read_lines(_SYSFS / name / fact) for fact in ("type", "speed"))
+    return re.sub("[0-9]", "", name), *(" ".join(lines) for lines in facts)
 
 
 def nccl_names(setting: str) -> Callable[[str], bool]:

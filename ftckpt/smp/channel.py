@@ -391,14 +391,20 @@ def socket_address(node_dir: Path) -> Iterator[str]:
 
 
 def connect(where: Path | tuple[str, int], timeout_secs: float) -> Channel:
-    """A channel to the SMP of a node's directory, or at an address and port; call ``greet`` next.
+    """A channel to the SMP of a node's directory, or at a port of the first reachable of several addresses, separated
+    by commas; call ``greet`` next.
 
     Raises:
         PeerError: it cannot be reached in time.
     """
     try:
         if not isinstance(where, Path):
-            return Channel(socket.create_connection(where, timeout=timeout_secs))
+            *others, last = [(host, where[1]) for host in where[0].split(",")]
+            each_secs = timeout_secs / (len(others) + 1)
+            for place in others:
+                with suppress(OSError):
+                    return Channel(socket.create_connection(place, timeout=each_secs))
+            return Channel(socket.create_connection(last, timeout=each_secs))
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connected.settimeout(timeout_secs)

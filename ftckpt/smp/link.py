@@ -1,4 +1,4 @@
-"""Limit of protection's use of the network: as configured, or a share of the link at the SMP's address."""
+"""Limit of protection's use of the network: as configured, or a share of the links at the SMP's addresses."""
 
 from __future__ import annotations
 
@@ -91,19 +91,20 @@ class TransferForecast:
 
 
 def network_limit(setting: str, address: str, sysfs: Path = _SYSFS) -> NetworkLimit:
-    """The limit from ``Config.network_rate`` for an SMP at ``address``."""
+    """The limit from ``Config.network_rate`` for an SMP at ``address``, one or several separated by commas."""
     if setting != "auto":
         return NetworkLimit(rate(setting), "as set")
     try:
-        name = interface_at(address)
+        names = interfaces_at(address)
     except (OSError, ValueError, KeyError):
         return _assumed(f"no interface has {address}")
-    if not name:
+    if not names:
         return NetworkLimit(0.0, "loopback: nothing leaves the machine")
-    gbits = _speed_gbits(sysfs / name)
-    if gbits is None:
-        return _assumed(f"{name} does not report its speed")
-    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {name}")
+    speeds = [_speed_gbits(sysfs / name) for name in names]
+    gbits, what = sum(filter(None, speeds)), " and ".join(names)
+    if None in speeds:
+        return _assumed(f"{what} does not report its speed")
+    return NetworkLimit(SHARE * gbits * 1e9 / 8, f"{SHARE:.0%} of the {gbits:g} Gbit/s of {what}")
 
 
 def unknown_limit(setting: str) -> NetworkLimit:
@@ -111,17 +112,17 @@ def unknown_limit(setting: str) -> NetworkLimit:
     return network_limit(setting, "") if setting != "auto" else _assumed("each node takes the speed of its link")
 
 
-def interface_at(address: str) -> str:
-    """The name of the interface with this address; empty for loopback.
+def interfaces_at(addresses: str) -> list[str]:
+    """The names of the interfaces with these addresses, separated by commas, without loopback.
 
     Raises:
         OSError, ValueError: an invalid address.
-        KeyError: no interface has it.
+        KeyError: no interface has an address.
     """
-    host = ipaddress.ip_address(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
-    if host.is_loopback:
-        return ""
-    return {there: name for name, found in interfaces().items() for there in found}[str(host)]
+    places = (socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][4][0] for one in addresses.split(","))
+    hosts = [host for host in map(ipaddress.ip_address, places) if not host.is_loopback]
+    there = {address: name for name, found in interfaces().items() for address in found}
+    return list(dict.fromkeys(there[str(host)] for host in hosts))
 
 
 def interfaces() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Fetches from the SMPs of other nodes: a few connections to each that is needed."""
+"""Fetches from the SMPs of other nodes: a few connections to each that is needed, over all links."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _BACKOFF_SECS, _MAX_BACKOFF_SECS = 0.1, 2.0
 """First and longest pause after consecutive failures."""
 _MAX_QUEUED = 64
 """Far more than encoding and scrubbing have in flight: bounds the memory of unserved requests."""
+_SHUNNED_SECS = 120.0
+"""Time for which an unreachable address of a node is skipped, if the node has another one."""
 CONNECTIONS = 4
 """Maximum per node: as many as chunks are prefetched. They are opened on demand."""
 
@@ -63,8 +65,8 @@ class Peers:
         self.trust = Trust()
 
     def configure(self, addresses: Mapping[str, tuple[str, int]], trust: Trust) -> None:
-        """Set each node's address and port. Connections to nodes that are gone or have moved end, and so do those
-        under another secret.
+        """Set each node's addresses, separated by commas, and port. Connections to nodes that are gone or have moved,
+        or under another secret, end.
 
         Raises:
             ConfigError: the secret is too short.
@@ -85,7 +87,8 @@ class Peers:
             return fetch
         try:
             if node not in self._peers:
-                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines)
+                first = len(self._peers)  # few connections: spread them over the interfaces
+                self._peers[node] = _Peer(node, self._addresses[node], self.trust, self._deadlines, first)
             if not self._peers[node].put(fetch):
                 fetch.fail(f"{node}: {_MAX_QUEUED} requests are queued already", tried=False)
         except (RuntimeError, MemoryError) as error:
@@ -101,11 +104,14 @@ class Peers:
 
 
 class _Peer:
-    """One other node: its address, its queue of fetches, and its connections, each with a thread."""
+    """One other node: its addresses, its queue of fetches, and its connections, each with a thread."""
 
-    def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines) -> None:
+    def __init__(self, node: str, address: tuple[str, int], trust: Trust, deadlines: Deadlines, first: int) -> None:
         self.address, self._node, self._trust, self._deadlines = address, node, trust, deadlines
-        self._channels: set[Channel] = set()
+        self._places = deque((host, address[1]) for host in address[0].split(","))
+        self._places.rotate(1 - first)
+        self._shunned: dict[tuple[str, int], float] = {}
+        self._channels: dict[Channel, tuple[str, int]] = {}
         self._waiting: deque[Fetch] = deque()
         self._threads = self._busy = 0
         self._guard = threading.Condition()  # of all above
@@ -168,13 +174,16 @@ class _Peer:
         if time.monotonic() < self._not_before:
             fetch.error, fetch.tried = self._error, False
             return channel
+        place = self._next_place() if channel is None else self._channels[channel]
         try:
-            channel = channel or self._connect()
+            channel = channel or self._connect(place)
             fetch.data = self._exchange(fetch, channel)
             self._backoff = pauses(_BACKOFF_SECS, _MAX_BACKOFF_SECS)
         except Exception as error:  # noqa: BLE001 - later fetches need this thread, too
+            if channel is None:
+                self._shunned[place] = time.monotonic() + _SHUNNED_SECS
             self._hang_up(channel)
-            host, port = self.address
+            host, port = place
             fetch.error = self._error = f"{self._node} at {host}:{port}: {str(error) or type(error).__name__}"
             self._not_before = time.monotonic() + next(self._backoff)
             return None
@@ -194,11 +203,18 @@ class _Peer:
             raise PeerError(f"{name} of {request.shard} at {request.snapshot.iteration} does not match its checksum")
         return reply.payload
 
-    def _connect(self) -> Channel:
-        deadline = time.monotonic() + self._deadlines.connect_secs
-        channel = connect(self.address, self._deadlines.connect_secs)
+    def _next_place(self) -> tuple[str, int]:
+        """The next address in turn that is not shunned; if all are, the next one."""
+        now = time.monotonic()
         with self._guard:
-            self._channels.add(channel)
+            self._places.rotate(-1)
+            return next((place for place in self._places if self._shunned.get(place, 0.0) < now), self._places[0])
+
+    def _connect(self, place: tuple[str, int]) -> Channel:
+        deadline = time.monotonic() + self._deadlines.connect_secs
+        channel = connect(place, self._deadlines.connect_secs)
+        with self._guard:
+            self._channels[channel] = place
         try:
             if self._closed:  # after the lock: either this sees it, or ``close`` has seen the channel
                 raise PeerError("the connection was closed")
@@ -211,5 +227,5 @@ class _Peer:
     def _hang_up(self, channel: Channel | None) -> None:
         if channel is not None:
             with self._guard:
-                self._channels.remove(channel)
+                del self._channels[channel]
             channel.close()

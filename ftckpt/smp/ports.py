@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Callable
@@ -15,37 +16,40 @@ remember the port, and the successor of a killed SMP must find it free."""
 _TRIES = 8
 
 
-def listen_at(host: str, port: int, backlog: int) -> socket.socket:
-    """A socket listening at ``port`` of ``host``; at another port if that is taken or 0.
+def listen_at(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Sockets listening at ``port`` of each address of ``host``, separated by commas; at another port if that is
+    taken or 0.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: the first address cannot be bound.
     """
     return _first_free(host, port, lambda family, place: socket.create_server(place, family=family, backlog=backlog))
 
 
 class PortHold:
-    """A reserved port of ``host``, until an SMP listens at it. Call ``lend``, then ``close``.
+    """A reserved port on each address of ``host``, until an SMP listens at it. Call ``lend``, then ``close``.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
 
     def __init__(self, host: str) -> None:
-        self._socket = _first_free(host, 0, _bound)
+        self._sockets = _first_free(host, 0, _bound)
         self.host = host
-        self.number = int(self._socket.getsockname()[1])
+        self.number = int(self._sockets[0].getsockname()[1])
 
     def lend(self) -> None:
         """Let a process that binds with SO_REUSEADDR, as every SMP does, listen at the port."""
         # Bound without it, so that no other socket could share the port; set afterwards, as the kernel compares both
         # sockets' current options when the second one binds. At most one of them can listen.
-        if self._socket.fileno() >= 0:  # -1 once closed
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for held in self._sockets:
+            if held.fileno() >= 0:  # -1 once closed
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     def close(self) -> None:
         """Release the port; a listening SMP is not affected."""
-        self._socket.close()
+        for held in self._sockets:
+            held.close()
 
 
 def _bound(family: int, place: tuple[str, int]) -> socket.socket:
@@ -58,16 +62,26 @@ def _bound(family: int, place: tuple[str, int]) -> socket.socket:
     return held
 
 
-def _first_free(host: str, port: int, take: Callable[[int, tuple[str, int]], socket.socket]) -> socket.socket:
-    """A socket by ``take`` at the first free port: ``port``, random ones of PORTS, finally any."""
+def _first_free(host: str, port: int, take: Callable[[int, tuple[str, int]], socket.socket]) -> list[socket.socket]:
+    """Sockets by ``take`` at the first port free on all addresses: ``port``, random ones of PORTS, finally any."""
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        places = [(socket.getaddrinfo(one, 0, type=socket.SOCK_STREAM)[0][0], one) for one in host.split(",")]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--ftckpt-smp-listen: {host!r} is no address: {error}") from None
-    problem = ""
-    for wanted in (*([port] if port else []), *random.SystemRandom().sample(PORTS, _TRIES), 0):
+    some = random.SystemRandom().sample(PORTS, _TRIES)
+    for wanted in (*([port] if port else []), *some, *(0,) * _TRIES):
+        taken: list[socket.socket] = []
         try:
-            return take(family, (host, wanted))
+            for family, address in places:
+                try:
+                    taken.append(take(family, (address, taken[0].getsockname()[1] if taken else wanted)))
+                except OSError as error:
+                    # One of several interfaces may have failed since: the others suffice.
+                    if not taken or error.errno != errno.EADDRNOTAVAIL:
+                        raise
+            return taken
         except (OSError, OverflowError) as error:  # the latter: an invalid port
             problem = str(error)
+            for each in taken:
+                each.close()
     raise ConfigError(f"--ftckpt-smp-listen: cannot listen at {host!r}: {problem}")

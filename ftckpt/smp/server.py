@@ -55,14 +55,14 @@ Find = Callable[[Any], AbstractContextManager[Delivery | None]]
 
 @dataclass
 class _Listener:
-    """A listening socket, its limits, and its connections."""
+    """Listening sockets, their limits, and their connections."""
 
-    listening: socket.socket
+    sockets: list[socket.socket]
     local: bool
     max_connections: int
     max_request_bytes: int
     deadlines: Deadlines
-    accepting: threading.Thread | None = field(default=None, init=False)
+    accepting: list[threading.Thread] = field(default_factory=list, init=False)
     threads: dict[Channel, threading.Thread] = field(default_factory=dict, init=False)
     unproven: dict[Channel, str] = field(default_factory=dict, init=False)
     """Those of ``threads`` that have not proven the secret yet, oldest first, with their origin."""
@@ -111,11 +111,12 @@ class _Listener:
     def close(self) -> None:
         """Stop listening and end all connections, after their current replies within ``_CLOSE_SECS``."""
         self.closed = True
-        with suppress(OSError):
-            self.listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        if self.accepting is not None:
-            _join([self.accepting])  # a thread still running at interpreter exit may crash it
-        self.listening.close()
+        for listening in self.sockets:
+            with suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
+        _join(self.accepting)  # a thread still running at interpreter exit may crash it
+        for listening in self.sockets:
+            listening.close()
         with self.guard:
             threads = dict(self.threads)
         for channel in threads:
@@ -172,11 +173,12 @@ class Server:
         self._socket_path = path, path.lstat().st_ino
         listening.listen(MAX_LOCAL_CONNECTIONS)
         deadlines = replace(self._deadlines, idle_secs=_LOCAL_IDLE_SECS)
-        self._unix = _Listener(listening, True, MAX_LOCAL_CONNECTIONS, MAX_REQUEST_BYTES, deadlines)
+        self._unix = _Listener([listening], True, MAX_LOCAL_CONNECTIONS, MAX_REQUEST_BYTES, deadlines)
         self._start(self._unix)
 
     def listen(self, host: str, trust: Trust, port: int = 0) -> int:
-        """Answer other nodes at the address ``host``; returns the port: ``port`` unless it is taken or 0.
+        """Answer other nodes at ``host``, one address or several separated by commas; returns the port: ``port``
+        unless it is taken or 0.
 
         A second call with the same host, and the same port or 0, only replaces ``trust``: connections under another
         secret end.
@@ -204,7 +206,7 @@ class Server:
     @property
     def port(self) -> int:
         """The port for other nodes; 0: none."""
-        return 0 if self._network is None else int(self._network.listening.getsockname()[1])
+        return 0 if self._network is None else int(self._network.sockets[0].getsockname()[1])
 
     @property
     def connections(self) -> int:
@@ -235,18 +237,19 @@ class Server:
                 listener.close()
 
     def _start(self, listener: _Listener) -> None:
-        thread = threading.Thread(target=self._accept, args=(listener,), name="smp-accept", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
-            listener.close()
-            raise
-        listener.accepting = thread
+        for listening in listener.sockets:
+            thread = threading.Thread(target=self._accept, args=(listener, listening), name="smp-accept", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                listener.close()
+                raise
+            listener.accepting.append(thread)
 
-    def _accept(self, listener: _Listener) -> None:
+    def _accept(self, listener: _Listener, listening: socket.socket) -> None:
         while not listener.closed:
             try:
-                sock, address = listener.listening.accept()
+                sock, address = listening.accept()
             except OSError:
                 if not listener.closed:
                     time.sleep(0.1)  # out of descriptors, or the connection is gone already

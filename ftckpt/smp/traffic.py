@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from ftckpt.smp.link import interface_at
+from ftckpt.smp.link import interfaces_at
 
 # Enough for a median, and few enough to be over before training changes.
 ITERATIONS = 20
@@ -94,7 +94,7 @@ def counter_files(interface: Path) -> list[tuple[Path, int]]:
 
 
 class TrafficMonitor:
-    """Profiles the interface at ``address`` repeatedly, in a thread; ``stop`` ends it.
+    """Profiles the interfaces at ``addresses`` repeatedly, in a thread; ``stop`` ends it.
 
     Args:
         began_secs: start of the current iteration (``time.monotonic``); 0: none yet.
@@ -105,14 +105,13 @@ class TrafficMonitor:
     _asked_secs = _refuses_since = 0.0
 
     def __init__(
-        self, address: str, began_secs: Callable[[], float], own_bytes: Callable[[], int], sysfs: Path = _SYSFS
+        self, addresses: str, began_secs: Callable[[], float], own_bytes: Callable[[], int], sysfs: Path = _SYSFS
     ) -> None:
         self._began_secs, self._own_bytes = began_secs, own_bytes
         self._files: list[tuple[Path, int]] = []
         self._over = threading.Event()
-        with suppress(OSError, ValueError, KeyError):  # no interface has it: no counters
-            if name := interface_at(address):
-                self._files = counter_files(sysfs / name)
+        with suppress(OSError, ValueError, KeyError):  # no interface has them: no counters
+            self._files = [file for name in interfaces_at(addresses) for file in counter_files(sysfs / name)]
         if self._files:
             threading.Thread(target=self._run, name="smp-traffic", daemon=True).start()
 

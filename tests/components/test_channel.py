@@ -357,14 +357,14 @@ def test_a_port_is_taken_again_or_replaced(store: Store, events: Seen) -> None:
 def test_a_port_is_held_for_an_smp_that_does_not_run_yet() -> None:
     """Nobody else gets it, before it is lent and after that; its listener stays when it is released."""
     held = PortHold("127.0.0.1")
-    with closing(listen_at("127.0.0.1", held.number, 1)) as other:
+    with closing(listen_at("127.0.0.1", held.number, 1)[0]) as other:
         assert other.getsockname()[1] != held.number
     held.lend()
-    with closing(listen_at("127.0.0.1", held.number, 1)) as smp, closing(socket.socket()) as peer:
+    with closing(listen_at("127.0.0.1", held.number, 1)[0]) as smp, closing(socket.socket()) as peer:
         assert smp.getsockname()[1] == held.number
         held.close()
         held.lend()
-        with closing(listen_at("127.0.0.1", held.number, 1)) as other:
+        with closing(listen_at("127.0.0.1", held.number, 1)[0]) as other:
             assert other.getsockname()[1] != held.number
         peer.settimeout(10)
         peer.connect(("127.0.0.1", held.number))
@@ -755,6 +755,53 @@ class TestSeveralConnections:
         ):
             assert all(fetch.data is not None for fetch in chunks_of(peers, CONNECTIONS))
             assert server.connections == CONNECTIONS
+
+    def test_each_address_of_a_node_is_used(
+        self, store: Store, events: Seen, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hosts = "127.0.0.1,127.0.0.2"
+        with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
+            came: set[str] = set()
+            port = server.listen(hosts, SECRET)
+
+            def connect_to(place: tuple[str, int], timeout_secs: float) -> Channel:
+                made = connect(place, timeout_secs)
+                came.add(place[0])
+                return made
+
+            monkeypatch.setattr(peers_module, "connect", connect_to)
+            with closing(Peers(PATIENT)) as peers:
+                peers.configure({"n1": (hosts, port)}, SECRET)
+                until(lambda: (chunks_of(peers, CONNECTIONS), came == set(hosts.split(",")))[1], "both are used")
+
+    def test_an_address_that_is_not_reached_costs_one_try(
+        self, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody listens at the second one: whatever breaks afterwards, it is not tried again soon."""
+        monkeypatch.setattr(peers_module, "_BACKOFF_SECS", 0.0)
+        monkeypatch.setattr(peers_module, "CONNECTIONS", 1)
+        tried: list[str] = []
+        reached: list[Channel] = []
+
+        def connect_to(place: tuple[str, int], timeout_secs: float) -> Channel:
+            tried.append(place[0])
+            reached.append(connect(place, timeout_secs))
+            return reached[-1]
+
+        monkeypatch.setattr(peers_module, "connect", connect_to)
+        with closing(Peers(PATIENT)) as peers:
+            peers.configure({"n1": ("127.0.0.1,127.0.0.2", server.port)}, SECRET)
+            while len(tried) < 8:
+                chunks_of(peers, 1)
+                for channel in reached:
+                    channel.abort()
+        assert tried == ["127.0.0.1", "127.0.0.2", *["127.0.0.1"] * 6]
+
+    def test_an_interface_that_is_gone_is_left_out(self, store: Store, events: Seen) -> None:
+        with closing(Server({}, find=store.find, events=events, deadlines=PATIENT)) as server:
+            port = server.listen("127.0.0.1,192.0.2.7", SECRET)
+            with asking(port) as peers:
+                assert fetched(peers)[1] == ""
 
 
 def test_strangers_keep_nobody_out(server: Server, events: Seen) -> None:

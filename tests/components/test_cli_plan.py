@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -169,11 +172,58 @@ def test_what_fits_a_node_is_answered_with_yes(capsys: pytest.CaptureFixture[str
     assert value["need"]["sum"] == planned(capsys, NODES)["memory_per_node"]["sum"] and value["faults"] == []
 
 
-def test_what_does_not_fit_names_what_needs_less(capsys: pytest.CaptureFixture[str]) -> None:
-    peer = planned(capsys, f"{EIGHT} --protect peer --slots 3")["memory_per_node"]["sum"]
-    line, value = answer(capsys, f"{NODES} --slots 4 --node-memory {peer + 1:.0f}B")
-    assert not lacks(line, "no", "--slots", "--protect", "nodes with") and value["need"]["sum"] > peer + 1
+def test_what_does_not_fit_names_the_setting_that_does(capsys: pytest.CaptureFixture[str]) -> None:
+    def sum_of(arguments: str) -> float:
+        return float(planned(capsys, f"{EIGHT} {arguments}")["memory_per_node"]["sum"])
+
+    peer, none = sum_of("--protect peer --slots 3"), sum_of("--protect none")
+    line, value = answer(capsys, f"{NODES} --node-memory {peer + 1:.0f}B")
+    assert not lacks(line, "no", "--protect")
+    assert value["slots"] == 3 and value["need"]["sum"] > peer + 1
     assert printed(capsys, f"{NODES} --node-memory {peer + 1:.0f}B --protect peer").startswith("yes: ")
+    line, _ = answer(capsys, f"{NODES} --node-memory {none - 1:.0f}B")
+    assert line
+    line, _ = answer(capsys, f"{NODES} --protect peer --slots 5 --node-memory {peer + 1:.0f}B")
+    assert "--slots 3 needs" in line
+
+
+_SETTINGS = re.compile(r"((?:--[a-z-]+ \S+ )+)needs ")
+_MEMORY = re.compile(r"more ranks, or nodes with ([0-9.]+) (\S+)(?: with (--.+))?, the smallest need of any setting")
+
+
+def remedied(remedy: str) -> str:
+    """Options that follow a remedy; a size is printed with one digit."""
+    if remedy.startswith("--network-rate"):
+        return f"{remedy} "
+    if found := _SETTINGS.match(remedy):
+        return found[1]
+    found = _MEMORY.fullmatch(remedy)
+    assert found is not None, remedy
+    return f"--node-memory {float(found[1]) + 0.1:.1f}{found[2]} {found[3] or ''} "
+
+
+def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    draw, answered = random.Random(8), Counter[str]()
+    while sum(answered.values()) < 40:
+        job = " ".join(
+            (
+                f"--tp {draw.choice((1, 2))} --pp {draw.choice((1, 2))} --dp {draw.choice((8, 12))} --params 1e9",
+                f"--gpus-per-node {draw.choice((1, 2, 4))} --optimizer {draw.choice(('distributed', 'replicated'))}",
+                f"--slots {draw.choice((0, 4, 5, 7))} {draw.choice(('', '--persist /there'))}",
+                draw.choice(("", "--network-rate 20MB/s", "--network-rate 1MB/s --mtbf 60s")),
+                draw.choice(("", "--protect none", "--protect peer")),
+            )
+        )
+        room = draw.uniform(0.2, 1) * planned(capsys, job)["memory_per_node"]["sum"]
+        main(["plan", *job.split(), "--node-memory", f"{room:.0f}B", "--json"])
+        faults = json.loads(capsys.readouterr().out)["verdict"]["faults"]
+        settings = "".join(remedied(fault["remedy"]) for fault in faults)
+        answered[" ".join(word for word in settings.split() if word.startswith("--"))] += 1
+        status = main(["plan", *f"{job} --node-memory {room:.0f}B {settings}".split()])
+        told = capsys.readouterr()
+        assert status == 0, (job, room, faults, told)
+    assert {"--slots", "--protect", "--protect --slots", "--node-memory --protect --slots"} <= set(answered), answered
+    assert any("--network-rate" in one for one in answered), answered
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ NETWORK = (
 """A slow network, a fast one with two ports and a third without address, one of IPv6 alone, one that is down."""
 
 
-FAST = "10.1.0.8"
+FAST = "10.1.0.8,10.2.0.8"
 
 
 def listens(*asked: tuple[str, dict[str, str]], up: Sequence[str] = NETWORK) -> list[str]:
@@ -84,7 +84,7 @@ def test_where_an_smp_listens_in_a_network_of_its_own() -> None:
         "nccl, excluded": ("", {"NCCL_SOCKET_IFNAME": "^docker,eth,lo"}, FAST),
         "nccl, one": ("", {"NCCL_SOCKET_IFNAME": "=hsn2"}, "10.2.0.8"),
         "nccl, several": ("", {"MASTER_ADDR": "10.1.0.1", "NCCL_SOCKET_IFNAME": "^docker"}, FAST),
-        "the way to the master, another one": ("", {"MASTER_ADDR": "10.2.0.1"}, "10.2.0.8"),
+        "the way to the master, over several": ("", {"MASTER_ADDR": "10.2.0.1"}, "10.2.0.8,10.1.0.8"),
         "an interface": ("hsn1", meet, "10.1.0.8"),
         "the first that has one": ("hsn0,hsn1,eth0", meet, "10.1.0.8"),
         "several": ("hsn1, hsn2,eth0", meet, FAST),
