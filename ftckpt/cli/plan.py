@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ftckpt.cli.answers import Answer, Lines, warn
 from ftckpt.cli.options import add_node_memory
 from ftckpt.cli.plan_holdings import HEADER_BYTES, ProtectionPlan, StartPlan, leaner, plan
 from ftckpt.cli.plan_job import JobShape, add_shape, job_of
 from ftckpt.cli.plan_names import CLUSTERS
+from ftckpt.cli.plan_outlook import ASSUMPTIONS, Pace, outlook_of
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, SettingSyntax, settings_are_written, written
 from ftckpt.model.flush_interval import best_interval_secs, mtbf_secs
@@ -23,7 +26,7 @@ from ftckpt.parity.table import Memory
 from ftckpt.setting import convert
 from ftckpt.smp.link import SHARE, NetworkLimit, unknown_limit
 from ftckpt.units import in_words as rate_in_words
-from ftckpt.units import rate
+from ftckpt.units import rate, seconds
 
 _MANY_RANKS = 20_000
 """Above that a plan takes seconds, and a line warns of it."""
@@ -40,6 +43,7 @@ _SETTINGS = (
     "protect", "network_rate", "persist", "mtbf",
 )  # fmt: skip
 """Settings that a plan depends on; the command has them as options."""
+_REMEDY_FLAG = re.compile(r"(?:^| )(--ftckpt-[a-z-]+) (\S+)")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +56,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(_flag(name), type=reads, default=getattr(defaults, name), metavar="N", help=_help(name))
     text = "host memory of a node that training leaves free, such as 512GiB; exit status 1: the job does not fit"
     add_node_memory(parser, f"{text} (default: all of a node of --cluster)")
+    mtbf = "mean time until a node's memory is lost; default: half of 6.5 failures in 1000 days"
+    for option, secs, text in (("--iteration-time", "10s", "time of an iteration"), ("--node-mtbf", "308d", mtbf)):
+        parser.add_argument(option, type=partial(_secs, option), default=secs, metavar="TIME", help=text)
 
 
 def run_plan(arguments: argparse.Namespace) -> Lines:
@@ -75,37 +82,60 @@ def run_plan(arguments: argparse.Namespace) -> Lines:
     if cluster is not None and config.network_rate == "auto":
         source = f"{SHARE:.0%} of one link of {arguments.cluster}, {cluster.link_gbits:g} Gbit/s"
         limit = NetworkLimit(SHARE * cluster.link_gbits * 1e9 / 8, source)
-    flushes = _flushes(planned, config)
-    verdict = judge(planned, config, node_bytes, limit, flushes.mtbf_secs) if node_bytes else None
-    assumed, flags = list(_assumptions(planned, verdict)), shlex.join(replace(config, enabled=True).flags())
+    pace = _pace(planned, config, limit, arguments.iteration_time)
+    verdict = judge(planned, config, node_bytes, limit, pace.mtbf_secs) if node_bytes else None
+    outlook = outlook_of(planned, pace, arguments.node_mtbf)
+    assumed = list(_assumptions(planned, verdict))
     if verdict is not None:
         yield verdict.line()
-    yield from _lines(planned, limit, flushes)
+    yield from _lines(planned, limit, pace)
+    yield from outlook.lines()
     yield from (f"assumed: {text}" for text in assumed)
+    flags = _flags(config, verdict)
     yield f"flags: {flags}"
-    value = {**_as_json(planned, limit, flushes), "assumed": assumed, "flags": flags}
+    value = {**_as_json(planned, limit, pace), **outlook.to_json(), "assumed": assumed, "flags": flags}
     yield Answer(
         value | ({"verdict": verdict.to_json()} if verdict else {}), int(not (verdict is None or verdict.good))
     )
 
 
-class FlushTimes(NamedTuple):
-    """Seconds of a flush, between flushes, and between losses of all memory."""
-
-    secs: float
-    interval_secs: float
-    mtbf_secs: float
-
-
-def _flushes(planned: StartPlan, config: Config) -> FlushTimes:
+def _pace(planned: StartPlan, config: Config, limit: NetworkLimit, iteration_secs: float) -> Pace:
     """The times that follow from rates; a running job measures the cost of a flush."""
     job, storage_rate = planned.arrangement.job, rate(config.persist_rate) or _STORE_BYTES_PER_SEC
-    secs = planned.arrangement.copied_bytes * job.gpus_per_node / storage_rate
+    flush_secs = planned.arrangement.copied_bytes * job.gpus_per_node / storage_rate
     mtbf = mtbf_secs(config.mtbf, job.nodes)
-    return FlushTimes(secs, best_interval_secs(_FLUSH_SHARE * secs, secs, mtbf), mtbf)
+    return Pace(
+        iteration_secs=iteration_secs,
+        snapshot_secs=iteration_secs * (config.interval if isinstance(config.interval, int) else 1),
+        protect_secs=limit.secs(max(planned.table.network.values())),
+        flush_secs=flush_secs,
+        flush_interval_secs=best_interval_secs(_FLUSH_SHARE * flush_secs, flush_secs, mtbf),
+        mtbf_secs=mtbf,
+        link_rate=(limit.bytes_per_sec or math.inf) / (SHARE if config.network_rate == "auto" else 1),
+    )
 
 
-def _as_json(planned: StartPlan, limit: NetworkLimit, flushes: FlushTimes) -> dict[str, Any]:
+def _flags(config: Config, verdict: PlanAnswer | None) -> str:
+    """The flags of the planned job, with the remedies of ``verdict`` that are flags."""
+    remedies: dict[str, str] = {}
+    for _, remedy in verdict.faults if verdict is not None else ():
+        if remedy.startswith("--"):  # not advice to take other nodes
+            remedies |= _REMEDY_FLAG.findall(remedy)
+    words = [word for word in replace(config, enabled=True).flags() if word.partition("=")[0] not in remedies]
+    return shlex.join([*words, *(f"{flag}={value}" for flag, value in remedies.items())])
+
+
+def _secs(option: str, text: str) -> float:
+    try:
+        secs = seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    if not 0 < secs < math.inf:
+        raise ConfigError(f"{option}: {text} is out of range; it must be above 0")
+    return secs
+
+
+def _as_json(planned: StartPlan, limit: NetworkLimit, pace: Pace) -> dict[str, Any]:
     job, table = planned.arrangement.job, planned.table
     sets = Counter((len(ranks), nbytes) for ranks, nbytes in job.replica_sets.items())
     alike = [{"ranks": ranks, "bytes": nbytes, "sets": times} for (ranks, nbytes), times in sorted(sets.items())]
@@ -118,13 +148,13 @@ def _as_json(planned: StartPlan, limit: NetworkLimit, flushes: FlushTimes) -> di
         "left_out": planned.left_out,
         "slots": planned.slots,
         "state": {**state, "replica_sets": alike},
-        "persist_interval_secs": flushes.interval_secs,
-        "network_limit": {**asdict(limit), "secs": limit.secs(max(table.network.values()))},
+        "persist_interval_secs": pace.flush_interval_secs,
+        "network_limit": {**asdict(limit), "secs": pace.protect_secs},
         **table.to_json(),
     }
 
 
-def _lines(planned: StartPlan, limit: NetworkLimit, flushes: FlushTimes) -> Iterator[str]:
+def _lines(planned: StartPlan, limit: NetworkLimit, pace: Pace) -> Iterator[str]:
     job, names = planned.arrangement.job, ",".join(planned.modes.names) or "none"
     yield f"{job.ranks} ranks on {job.nodes} nodes, protect {names}, {planned.slots} slots per arena"
     for text in planned.left_out:
@@ -132,12 +162,12 @@ def _lines(planned: StartPlan, limit: NetworkLimit, flushes: FlushTimes) -> Iter
     yield f"{job.holders.option}: {_held(job)}"
     yield from planned.table.lines()
     if received := max(planned.table.network.values()):
-        yield f"network limit: {limit}: {limit.secs(received):.1f} s or more per protected snapshot"
-        if fault := limit.too_slow(received, flushes.mtbf_secs):
+        yield f"network limit: {limit}: {pace.protect_secs:.1f} s or more per protected snapshot"
+        if fault := limit.too_slow(received, pace.mtbf_secs):
             yield f"never in time: {': '.join(fault)} suffices"
     yield (
-        f"--ftckpt-persist-interval auto: a flush every {human_secs(flushes.interval_secs)}, as it takes "
-        f"{human_secs(flushes.secs)} and memory is lost once in {human_secs(flushes.mtbf_secs)} (--mtbf)"
+        f"--ftckpt-persist-interval auto: a flush every {human_secs(pace.flush_interval_secs)}, as it takes "
+        f"{human_secs(pace.flush_secs)} and memory is lost once in {human_secs(pace.mtbf_secs)} (--mtbf)"
     )
 
 
@@ -154,6 +184,7 @@ def _held(job: JobShape) -> str:
 def _assumptions(planned: StartPlan, verdict: PlanAnswer | None) -> Iterator[str]:
     job = planned.arrangement.job
     yield from job.assumptions()
+    yield from ASSUMPTIONS
     if job.nodes_per_rack:
         yield "each node starts with the label of its rack (--ftckpt-rack)"
     yield f"objects fill their space, {job.objects_bytes >> 20} MiB per rank; headers take {HEADER_BYTES >> 10} KiB"
