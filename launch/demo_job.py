@@ -290,7 +290,7 @@ def clean(job: str) -> None:
 def agent_environment(folder: Path) -> dict[str, str]:
     """The environment of the agents of a run that writes to ``folder``."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
-    env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
+    env.setdefault("FTCKPT_DEVICE", "tests.standin:cpu")
     env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     # Warnings of these faults do not belong into the user's directory.
     return {**env, "XDG_STATE_HOME": str((folder / "state").resolve())}

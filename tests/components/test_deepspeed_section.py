@@ -194,7 +194,7 @@ deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)
 
 def test_a_wrong_section_ends_the_script_in_one_line_before_anything_is_built(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    ended = run(tmp_path, "SCRIPT", end=WRONG, FTCKPT_DEVICE="tests.support.standin:cpu")
+    ended = run(tmp_path, "SCRIPT", end=WRONG, FTCKPT_DEVICE="tests.standin:cpu")
     assert ended.returncode == 2
     assert not lacks(ended.stderr.splitlines()[-1], "ftckpt", "slot")
     assert "Traceback" not in ended.stderr

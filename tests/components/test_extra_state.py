@@ -11,9 +11,9 @@ import torch
 from ftckpt.errors import UnsupportedError
 from ftckpt.frameworks.extra_state import ExtraState, scaling_states
 from ftckpt.torch.state import PlainState
-from tests.support import te
+from tests.standin import te
+from tests.standin.te import modules
 from tests.support.errors import raises
-from tests.support.te import modules
 
 
 class Keeper(torch.nn.Module):

@@ -11,8 +11,8 @@ import torch
 from ftckpt.errors import MismatchError, UnsupportedError
 from ftckpt.frameworks import optimizers
 from ftckpt.universal.megatron.common import hyperparameters
+from tests.standin.te.fused_adam import ApexFusedAdam, FusedAdam
 from tests.support.errors import raises
-from tests.support.te.fused_adam import ApexFusedAdam, FusedAdam
 
 KINDS: dict[str, Any] = {
     "te": FusedAdam,

@@ -39,7 +39,7 @@ def section(arena: str, **settings: Any) -> dict[str, Any]:
 
 def initialize(ftckpt_section: Any = None, data: Any = None, scheduler: Any = None, **config: Any) -> Any:
     """A tiny engine with dropout. ``scheduler`` is made from its optimizer."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import deepspeed
@@ -120,7 +120,7 @@ def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(how: str, s
 
 def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0) -> str:
     """A pipeline of one stage, over an iterator of so many items, without those before ``begin``."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import deepspeed

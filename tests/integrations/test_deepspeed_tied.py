@@ -21,7 +21,7 @@ JSON = {**SMALL, "gradient_accumulation_steps": 2, "zero_optimization": {"stage"
 
 def trained(rank: int, world_size: int, section: Any, until: int) -> tuple[list[float], dict[str, list[float]], Any]:
     """Losses, the stage's parameters at the end, and what the places of these are called."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import deepspeed

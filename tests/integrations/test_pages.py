@@ -41,7 +41,7 @@ BLOCKS = [
 ENV = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "FTCKPT_DEVICE": "tests.support.standin:cpu",
+    "FTCKPT_DEVICE": "tests.standin:cpu",
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }

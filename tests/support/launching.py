@@ -240,7 +240,7 @@ class Launched:
             **{key: value for key, value in os.environ.items() if not key.startswith(launchers)},
             "PYTHONPATH": str(ROOT),
             "FTCKPT_PYTHON": sys.executable,
-            "FTCKPT_DEVICE": "tests.support.standin:cpu",
+            "FTCKPT_DEVICE": "tests.standin:cpu",
             "FTCKPT_LAUNCHER": "torch.distributed.run",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",

@@ -120,7 +120,7 @@ class MegatronLM:
         self.ftckpt += ["--ftckpt-arena", str(arena), "--ftckpt-events", str(here / "events")]
         self.ftckpt += ["--ftckpt-objects-size", "1MiB", "--ftckpt-layouts", "tp2pp2,tp2pp1"]
         self.env = {
-            **os.environ, "FTCKPT_DEVICE": "tests.support.standin:cpu", "OMP_NUM_THREADS": "1",
+            **os.environ, "FTCKPT_DEVICE": "tests.standin:cpu", "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONPATH": f"{ROOT}:{checkout}",
             "NO_VCS_VERSION": "1", "PYENV_VERSION": platform.python_version(), "PYTHONWARNINGS": "ignore",

@@ -1,6 +1,6 @@
 """The CPU stand-in for CUDA: unmodified Megatron trains on a machine without a GPU, over gloo.
 
-For tests, benchmarks and the demo: FTCKPT_DEVICE=tests.support.standin:cpu. What is stood in, and why:
+For tests, benchmarks and the demo: FTCKPT_DEVICE=tests.standin:cpu. What is stood in, and why:
 
 * `torch.cuda` (cuda.py): Megatron refuses to start without it, and waits on its streams.
 * tensor factories and `Tensor` methods (cuda.py): `device="cuda"` is written out everywhere.
@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from tests.support.standin.cuda import install_cuda, install_tensor
-from tests.support.standin.distributed import install_distributed
-from tests.support.standin.megatron import install_megatron
+from tests.standin.cuda import install_cuda, install_tensor
+from tests.standin.distributed import install_distributed
+from tests.standin.megatron import install_megatron
 
-_ROOT = str(Path(__file__).resolve().parents[3])
+_ROOT = str(Path(__file__).resolve().parents[2])
 # As `-c` starts the child, its sys.path need not hold this package yet: the parent's is passed on later.
 _PROLOGUE = (
-    f"import sys; sys.path.append({_ROOT!r}); from tests.support import standin; standin.install(); "
+    f"import sys; sys.path.append({_ROOT!r}); from tests import standin; standin.install(); "
     "standin.end_with({parent}); "
 )
 _POLL_SECS = 0.5
@@ -44,7 +44,7 @@ _installed = False
 def cpu(framework: str) -> None:
     """Prepare this process to train with ``framework``; what the runners call by FTCKPT_DEVICE."""
     if framework == "deepspeed":
-        from tests.support.standin import deepspeed
+        from tests.standin import deepspeed
 
         deepspeed.install()
     else:

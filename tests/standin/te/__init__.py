@@ -31,7 +31,7 @@ def install(of_release: str, checkout: Path | None = None) -> None:
     """From here on this process has Transformer Engine, and Megatron is imported by its next user."""
     global release
     release = of_release
-    from tests.support.te import fused_adam, modules
+    from tests.standin.te import fused_adam, modules
 
     tree = {
         "": {"__version__": f"{of_release}.0"},
@@ -58,7 +58,7 @@ def install(of_release: str, checkout: Path | None = None) -> None:
     for path, contents in tree.items():
         put(f"transformer_engine.{path}".rstrip("."), contents)
     if checkout is not None:
-        from tests.support.te import real
+        from tests.standin.te import real
 
         real.load_optimizers(checkout)
     _forget_megatron()
@@ -66,7 +66,7 @@ def install(of_release: str, checkout: Path | None = None) -> None:
 
 def install_apex(checkout: Path | None = None) -> None:
     """Install the parts of Apex that Megatron-core and DeepSpeed use for their optimizers."""
-    from tests.support.te import fused_adam, real
+    from tests.standin.te import fused_adam, real
 
     real.put_kernels("amp_C")
     put("apex", {})
@@ -79,7 +79,7 @@ def install_apex(checkout: Path | None = None) -> None:
 
 def _forget_megatron() -> None:
     """Unload Megatron, which looks for these packages when it is imported."""
-    from tests.support.standin.megatron import install_megatron
+    from tests.standin.megatron import install_megatron
 
     for name in [name for name in sys.modules if name.startswith(("megatron", "ftckpt.megatron", "train_gpt"))]:
         del sys.modules[name]

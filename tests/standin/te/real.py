@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tests.support import te
-from tests.support.te import fused_adam
+from tests.standin import te
+from tests.standin.te import fused_adam
 
 _COMPILED = "transformer_engine_torch"
 

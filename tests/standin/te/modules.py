@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.support import te
+from tests.standin import te
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
