@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ftckpt.frameworks.launcher import job_name, node_name
+from tests.components.launch_standins import Call, Standins
 from tests.support.errors import lacks
-from tests.support.launching import Call, Standins
 from tests.support.repository import ROOT, repository_files
 from tests.support.waiting import until
 

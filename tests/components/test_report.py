@@ -23,8 +23,8 @@ from ftckpt.cli.report import render, write_report
 from ftckpt.cli.sections import Additions
 from ftckpt.cli.timeline import read_timeline
 from ftckpt.errors import EventLogError
+from tests.components.made_logs import LINE, PROTECTION, Logs, RunLogs, check_page
 from tests.support.errors import lacks, raises
-from tests.support.event_logs import LINE, PROTECTION, Logs, RunLogs, check_page
 from tests.support.repository import is_golden
 
 pytestmark = pytest.mark.usefixtures("as_flags")

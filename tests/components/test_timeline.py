@@ -18,8 +18,8 @@ from ftckpt.cli.history import read_history
 from ftckpt.cli.sections import Additions, sections_of
 from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
 from ftckpt.errors import EventLogError
+from tests.components.made_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
 from tests.support.errors import lacks, raises
-from tests.support.event_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 

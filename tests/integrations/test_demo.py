@@ -18,8 +18,8 @@ import pytest
 from ftckpt.cli.recovery import PARTS
 from launch import demo
 from launch.demo_job import FRAMEWORKS, LIMIT, SHRINK, Run, Strike
+from tests.components.made_logs import RunLogs, check_page
 from tests.support.errors import raises
-from tests.support.event_logs import RunLogs, check_page
 from tests.support.processes import RunError, environment, kill_all, running
 from tests.support.waiting import until
 

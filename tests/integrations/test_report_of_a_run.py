@@ -13,8 +13,9 @@ import pytest
 from ftckpt.cli.history import read_history
 from ftckpt.cli.report import summary, write_report
 from ftckpt.memory.directory import clean_job, end_smp, node_directory
+from tests.components.made_logs import check_page
 from tests.support import plain
-from tests.support.event_logs import check_page, read_events
+from tests.support.event_logs import read_events
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc
