@@ -114,11 +114,6 @@ def test_an_action_that_fails_keeps_none_from_being_done() -> None:
     assert done == ["turned_off"]
 
 
-def test_a_rollback_to_nothing_is_refused(attach: Callable[..., Checkpointer]) -> None:
-    with raises(ConfigError, "rollback", "newer_than"):
-        attach().restore(rollback=True)
-
-
 def test_a_checkpoint_whose_iteration_is_no_number_is_refused(attach: Callable[..., Checkpointer]) -> None:
     with raises(ConfigError, "newer_than", "None"):
         attach().restore(newer_than=None)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
@@ -15,22 +14,13 @@ from typing import Any
 
 import pytest
 
-from ftckpt.cli import answers
 from ftckpt.cli import main as cli
-from ftckpt.cli.answers import Answer, ProgressLine, alarming
+from ftckpt.cli.answers import Answer
 from ftckpt.cli.main import COMMANDS, main
 from ftckpt.frameworks.versions import TESTED
-from tests.support.repository import ROOT, is_golden
+from tests.support.repository import ROOT
 
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() for example in command.examples]
-
-
-def test_the_help_has_groups_with_an_example_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    is_golden("help", out)
-    for name, command in COMMANDS.items():
-        assert (f"\n  {name} " in out) != command.is_hidden, name
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
@@ -51,11 +41,6 @@ def test_each_example_is_a_command_line_that_the_command_takes(
     words = shlex.split(example)
     assert main(words[words.index("ftckpt") + 1 :]) == 3
     assert not capsys.readouterr().err
-
-
-def test_what_is_no_command_is_named_with_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["statis"]) == 2
-    assert "status" in capsys.readouterr().err
 
 
 def test_versions_are_those_found_and_whether_they_were_tested(
@@ -101,35 +86,6 @@ def test_an_interrupt_while_torch_is_imported_leaves_no_trace(tmp_path: Path) ->
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=60)
     assert running.returncode == 130 and err == "ftckpt: interrupted\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_red_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert alarming("bad", io.StringIO()) == "bad"
-    assert alarming("bad", Terminal()) == "\x1b[31mbad\x1b[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert alarming("bad", Terminal()) == "bad"
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
-def test_progress_has_bytes_and_is_rare_in_logs(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(answers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", stream)
-    with ProgressLine("reading", 100 << 20) as progress:
-        for _ in range(24):
-            now[0] += 0.5
-            progress(1 << 20)
-    shown = stream.getvalue()
-    if stream.isatty():
-        assert shown.count("\r") == 25 and shown.endswith("\r\x1b[K") and "\n" not in shown
-    else:
-        assert shown == "ftckpt: reading: 20.0 MiB of 100.0 MiB, 2.0 MiB/s, 10 s\n"
 
 
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

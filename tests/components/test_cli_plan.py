@@ -17,7 +17,6 @@ from ftckpt.cli.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
 from tests.support.errors import lacks
-from tests.support.repository import is_golden
 
 TWO_ARENAS = "any two arenas"
 ONE_NODE, TWO_NODES = "one node", "any two nodes"
@@ -55,12 +54,6 @@ def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert failures(value)[TWO_NODES] == (2016, 2016 - 8 * 28)  # eight groups of eight nodes
 
 
-def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    is_golden("plan", printed(capsys, f"{SIZE} --persist /there"))
-    unprotected = printed(capsys, f"{SIZE} --dtype fp32 --protect none")
-    assert "none (not: node00)" in unprotected and "assumed: 12 bytes per parameter: fp32 weights" in unprotected
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -73,20 +66,6 @@ def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_auto_is_what_a_start_would_choose(capsys: pytest.CaptureFixture[str], arguments: str, expected: str) -> None:
     assert planned(capsys, f"{SIZE} {arguments}")["protect"] == expected
-
-
-def test_a_limit_of_memory_gives_up_parity_inside_nodes_unless_it_was_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def sum_of(protect: str) -> float:
-        return float(planned(capsys, f"{SIZE} --protect {protect} --slots 3")["memory_per_node"]["sum"])
-
-    most, least = sum_of("node,peer"), sum_of("peer")
-    for limit, protect in ((most, "node,peer"), (least, "peer")):
-        value = planned(capsys, f"{SIZE} --memory-limit {limit:.0f}B")
-        assert (value["protect"], value["slots"]) == (protect, 3)
-    for refused in (f"--memory-limit {least - 1:.0f}B", f"--memory-limit {least + 1:.0f}B --protect node,peer"):
-        assert main(["plan", *f"{SIZE} {refused}".split()]) != 0
 
 
 def test_only_parity_that_peers_stand_in_for_is_given_up() -> None:
@@ -144,32 +123,6 @@ def test_a_mode_of_several_that_a_job_cannot_have_is_left_out_as_at_a_start(
     value = planned(capsys, f"{SIZE} --protect replica,peer")
     assert value["protect"] == "peer" and value["left_out"][0]
     assert not lacks(printed(capsys, f"{SIZE} --protect replica,peer"), "--protect")
-
-
-DIVIDED = {"replica_sets": [], "private_bytes": 12_000_000}
-ALIKE = {"replica_sets": [{"ranks": 8, "bytes": 96_000_000, "sets": 1}], "private_bytes": 0}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "state"),
-    [
-        ("--zero 0", ALIKE),
-        ("--zero 0 --dtype fp16", ALIKE),
-        ("--zero 0 --pp 2 --dp 4", DIVIDED),  # DeepSpeed's BF16_Optimizer
-        ("--zero 0 --pp 2 --dp 4 --dtype fp16", {"replica_sets": [{"ranks": 4, "bytes": 48_000_000, "sets": 2}]}),
-        ("--zero 1", DIVIDED),
-        ("--zero 2", DIVIDED),
-        ("--zero 3 --dtype fp32", DIVIDED),
-        ("--optimizer distributed", DIVIDED),
-        ("--pp 2 --dp 4", DIVIDED),
-        ("--optimizer replicated", ALIKE),
-        ("--fsdp", {"private_bytes": 12_000_000}),
-        ("--fsdp --dtype bf16", {"private_bytes": 6_000_000}),
-    ],
-)
-def test_who_holds_what(capsys: pytest.CaptureFixture[str], arguments: str, state: dict[str, Any]) -> None:
-    told = planned(capsys, f"--dp 8 --gpus-per-node 4 --params 8m {arguments}")["state"]
-    assert told == {**told, **state}
 
 
 EIGHT = "--tp 8 --dp 8 --gpus-per-node 8 --params 4.25e9"
@@ -245,24 +198,6 @@ def test_remedies_that_are_named_always_make_it_yes(capsys: pytest.CaptureFixtur
         assert status == 0, (job, room, faults, told)
     assert {"--slots", "--protect", "--protect --slots", "--node-memory --protect --slots"} <= set(answered), answered
     assert any("--network-rate" in one for one in answered), answered
-
-
-@pytest.mark.parametrize(
-    ("arguments", "remedies"),
-    [
-        ("--slots 4", "--memory-limit --slots --protect"),
-        ("", "--memory-limit --protect"),
-        ("--protect none --slots 3", "--memory-limit --slots"),
-        ("--protect none", "--memory-limit"),
-    ],
-)
-def test_a_limit_that_is_too_low_names_what_can_be_lessened(
-    capsys: pytest.CaptureFixture[str], arguments: str, remedies: str
-) -> None:
-    assert main(["plan", *f"{EIGHT} --memory-limit 1GiB {arguments}".split()]) == 2
-    said = capsys.readouterr().err
-    assert not lacks(said, "1.0 GiB", *remedies.split())
-    assert [word for word in ("--slots", "--protect") if word in said] == remedies.split()[1:]
 
 
 def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: pytest.CaptureFixture[str]) -> None:

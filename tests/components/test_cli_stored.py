@@ -109,13 +109,6 @@ def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000009")
 
 
-def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", str(tmp_path)]) == 0 and capsys.readouterr().out
-    assert main(["verify", str(tmp_path)]) == 2 and capsys.readouterr().err
-    assert main(["list", str(tmp_path / "nowhere")]) == 2
-    assert main(["verify", str(tmp_path), "--iteration", "3"]) == 2 and not lacks(capsys.readouterr().err, "3")
-
-
 KINDS: dict[str, dict[str, str]] = {
     "megatron-dist": {
         "iter_0000080/metadata.json": '{"sharded_backend": "torch_dist"}',

@@ -23,11 +23,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 import ftckpt.dcp
 from ftckpt.cli.main import main
-from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, reader, writer
-from ftckpt.errors import ConfigError, DamagedError, StorageError, UnsupportedError
-from ftckpt.persist.commit import claim
+from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, writer
+from ftckpt.errors import DamagedError, StorageError, UnsupportedError
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.objects import ObjectStorage
 from tests.support.errors import lacks, raises
 from tests.support.flips import flip
 from tests.support.killing import killed_at
@@ -110,16 +108,6 @@ def test_a_load_has_the_bits_of_the_save(tmp_path: Path, small_chunks: None) -> 
     of_one = StorageReader(tmp_path / "run" / "iter_0000001")
     dcp.load(found := state(0), storage_reader=of_one)
     assert leaves(found) == leaves(state(1)) and of_one.checkpoint_id == "iter_0000001"
-
-
-def test_an_object_store_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ObjectStorage("memory:///")  # another one each time that it is opened
-    for module in (ftckpt.dcp, writer, reader):
-        monkeypatch.setattr(module, "open_storage", lambda where: store)
-    for seed in (1, 2, 3):
-        save("memory:///", seed, keep=2)
-    assert checkpoints("memory:///") == ["iter_0000003", "iter_0000002"]
-    assert load("memory:///") == leaves(state(3))
 
 
 def test_part_of_a_state_and_other_types(tmp_path: Path, small_chunks: None) -> None:
@@ -214,21 +202,6 @@ def test_what_is_not_there_is_not_committed(tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == ["iter_0000001"] and load(tmp_path) == leaves(state(1))
 
 
-class Late(StorageWriter):
-    """Commits after another save of the same iteration."""
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        if not checkpoints(self._where):
-            save(Path(self._where), 7)
-        super().finish(metadata, results)
-
-
-def test_of_two_saves_of_an_iteration_one_counts(tmp_path: Path) -> None:
-    with fails(StorageError, "iter_0000001"):
-        dcp.save(state(1), storage_writer=Late(tmp_path))
-    assert load(tmp_path) == leaves(state(7))
-
-
 def test_a_save_that_begins_leaves_what_another_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, unfinished = StorageWriter.finish, FileStorage.unfinished
 
@@ -304,21 +277,6 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     with raises(UnsupportedError, "use_collectives"):
         StorageWriter(tmp_path).set_up_storage_writer(True, rank=0, use_collectives=False)
     assert checkpoints(tmp_path) == []
-
-
-def test_wrong_places_and_names_are_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "keep"):
-        StorageWriter(tmp_path, keep=-1)
-    for action in (partial(save, seed=1), load):
-        with raises(ConfigError, "checkpoint_id", "step-5"):
-            action(tmp_path, checkpoint_id="step-5")
-    with fails(StorageError, str(tmp_path)):
-        load(tmp_path)
-    with fails(StorageError, str(tmp_path / "a")):
-        save(tmp_path / "a" / "b", 1)
-    claim(FileStorage(str(tmp_path)), "run", "job")
-    with fails(StorageError, str(tmp_path)):
-        save(tmp_path, 1)
 
 
 def test_ranks_that_see_different_checkpoints_load_neither(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ftckpt.memory.heartbeat import RankHeartbeat
 from ftckpt.memory.launch_record import LauncherRun
 from ftckpt.memory.page import owner_word
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.session.attempt import AttemptRecord, AttemptReport
+from ftckpt.session.attempt import AttemptRecord
 from ftckpt.smp.liveness import DeathWatch
 from tests.support.errors import lacks
 from tests.support.waiting import until
@@ -73,18 +73,6 @@ def test_who_is_gone_is_told_once(tmp_path: Path) -> None:
     assert list(left.look([ALIVE])) + list(left.look([])) == []
     brief = DeathWatch(tmp_path, tmp_path)
     assert list(brief.look([])) == [] and len(list(brief.look([dead]))) == 1, "it lived between two looks"
-
-
-def test_the_kernel_s_killer_is_named(tmp_path: Path) -> None:
-    events = memory_group(tmp_path, "job/step")
-    events.write_text("max 4\noom 2\noom_kill 2\n")
-    watch = DeathWatch(tmp_path, tmp_path)
-    pair = [ALIVE, replace(ALIVE, place=1, rank=4, owner=78, beat_ns=9)]
-    assert list(watch.look(pair)) == []
-    events.write_text("max 4\noom 3\noom_kill 3\n")
-    (end,) = watch.look([replace(one, lives=False) for one in pair])
-    assert not lacks(end.text, "3", "77", "4", "78")
-    assert not lacks(end.text, "oom_kill") and end.ranks == (3, 4)
 
 
 Sleeping = list[tuple[subprocess.Popen[bytes], RankHeartbeat]]
@@ -153,19 +141,6 @@ def test_a_rank_that_loses_another_says_which(tmp_path: Path) -> None:
     killed_rank(tmp_path, 2)
     end_notes.tell_silent(tmp_path)
     assert [end.ranks for end in end_notes.read(tmp_path)] == [(1,), (2,), (5,)], "the cause is before what it made"
-
-
-def test_causes_of_all_nodes_are_told_first() -> None:
-    """A rank notices at once that it has lost another one, of another node, whose SMP looks now and then."""
-    topology = Topology(0, (RankPlace({"dp": 0}, "n0"), RankPlace({"dp": 1}, "n1")), {"dp": 2})
-    attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
-    lost = ExitNote(1.0, "rank 0: RuntimeError: [pair.cc:553] Connection closed by peer", (0,), end_notes.CONSEQUENCE)
-    gone = ExitNote(1.4, "rank 1 (pid 7) ended without a word", (1,), end_notes.UNKNOWN)
-    own = ExitNote(1.3, "rank 1: ConnectionError: Connection closed by peer", (1,))
-    term = ExitNote(0.5, "rank 2 (pid 9) was ended by SIGTERM, in forward", (2,), end_notes.CONSEQUENCE)
-    for others, first in ((gone, "node n1: rank 1 (pid 7)"), (own, "node n1: rank 1: ConnectionError")):
-        attempt.begin([AttemptReport(-1, (lost, term)), AttemptReport(-1, (others,))])
-        assert len(attempt.ends) == 3 and attempt.ends[0].startswith(first)
 
 
 def test_what_befalls_another_job_or_was_long_ago_is_no_cause(

@@ -65,34 +65,6 @@ def test_logind_deletes_by_default(host: Host) -> None:
     assert str(SHM) in hazard.text and not lacks(hazard.remedy, str(USER))
 
 
-def test_users_that_logind_spares(host: Host) -> None:
-    host.logind()
-    assert "remove_ipc" not in host.find(uid=0) and "remove_ipc" not in host.find(uid=999)
-    assert "remove_ipc" in host.find(uid=1000)
-    host.put("etc/login.defs", "# SYS_UID_MAX 100", "SYS_UID_MAX  499")
-    assert "remove_ipc" in host.find(uid=500) and "remove_ipc" not in host.find(uid=499)
-    host.put(f"var/lib/systemd/linger/{USER}")
-    assert "remove_ipc" not in host.find()
-
-
-@pytest.mark.parametrize(
-    ("files", "deletes"),
-    [
-        ({"etc/logind.conf": "[Login]\nRemoveIPC=no"}, False),
-        ({"etc/logind.conf": "[Login]\n#RemoveIPC=no"}, False),  # the comment tells what was compiled in
-        ({"usr/lib/logind.conf": "RemoveIPC=no", "etc/logind.conf": "[Login]"}, True),
-        ({"etc/logind.conf": "RemoveIPC=no", "usr/lib/logind.conf.d/a.conf": "RemoveIPC=1"}, True),
-        ({"etc/logind.conf.d/a.conf": "RemoveIPC=no", "run/logind.conf.d/a.conf": "RemoveIPC=yes"}, False),
-        ({"etc/logind.conf.d/a.conf": "RemoveIPC=no", "run/logind.conf.d/b.conf": "RemoveIPC=yes"}, True),
-    ],
-)
-def test_which_setting_of_logind_counts(host: Host, files: dict[str, str], deletes: bool) -> None:
-    host.logind()
-    for path, text in files.items():
-        host.put(path.replace("/logind", "/systemd/logind"), *text.split("\n"))
-    assert ("remove_ipc" in host.find()) == deletes
-
-
 # limits
 
 

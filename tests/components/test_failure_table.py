@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 
 import pytest
@@ -136,13 +135,3 @@ def test_peers_read_the_state_once_for_each_loss_they_survive(losses: int) -> No
         )
         assert found.network[member.node] == pulled + 2 * 300
     assert sum(told(holdings, Modes(node=True)).network.values()) == 0
-
-
-def test_the_report_is_text_and_json() -> None:
-    found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
-    text = "\n".join(found.lines())
-    for words in (TWO_ARENAS, "16 (not: s0 and s1)", "none (not: n0)", "host RAM per node", "GiB", "network"):
-        assert words in text.replace("MiB", "GiB")
-    value = json.loads(json.dumps(found.to_json()))
-    assert value["failures"][0] == {"lost": ONE_ARENA, "cases": 8, "survived": 8, "example": []}
-    assert value["memory_per_node"]["sum"] == found.fullest.sum and value["network_bytes"]["job"] == 0

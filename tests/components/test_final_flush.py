@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ftckpt.errors import SmpError, StorageError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.memory.lineage_file import write_lineage
@@ -20,12 +19,11 @@ from ftckpt.model.lineage import FIRST
 from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import claim
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.membership import Membership
 from ftckpt.persist.shards import ShardImage
 from ftckpt.smp import final_flush
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.requests import PersistRequest
-from tests.support.errors import lacks, raises
+from tests.support.errors import lacks
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe
 from tests.support.snapshots import fill
@@ -200,62 +198,3 @@ def test_a_doubtful_snapshot_is_brought_where_nothing_else_is_there(job: Job, af
     job.start()
     job.wait_checked(8)
     assert saved_by_both(job, PersistRequest("", 20.0, True)) == brought
-
-
-def test_what_a_lost_node_has_said_before_does_not_count(job: Job) -> None:
-    job.snapshot(0, 7)
-    job.start()
-    job.wait_checked(7)
-    Membership(FileStorage(job.where), "b", ("a", "b"), "", job.nodes[1].arenas[0].snapshots()).beat()
-    for _ in range(2):
-        status = saved(job, 0, PersistRequest("", 12.0, True))
-        assert status["flush"] == "cannot" and status["reason"], status
-    assert not (Path(job.where) / "holdings" / "a.json").exists(), "what it had said counts no more"
-
-
-def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    job.snapshot(0, 7)
-    job.start()
-    job.wait_checked(7)
-    first = PersistRequest("", 20.0, True)
-    with raises(SmpError):
-        asked(job, 0, replace(first, anew=False))
-    asked(job, 0, first)
-    assert asked(job, 0, replace(first, timeout_secs=9.0))["flush"] == "working"
-    with raises(SmpError, job.where):
-        asked(job, 0, replace(first, where=str(tmp_path / "other")))
-    asked(job, 1, first)
-    assert saved(job, 0, replace(first, anew=False))["flush"] == "done"
-
-
-def test_a_node_that_has_no_more_than_storage_keeps_nobody_waiting(job: Job) -> None:
-    """Another was a snapshot further when the job ended."""
-    job.request(0, 7)
-    job.start()
-    job.settled(7)
-    _, b = job.nodes
-    b.snapshot(1, 8)
-    until(lambda: b.checked(8))
-    request = PersistRequest("", 20.0, True)
-    for number in (0, 1):
-        status = saved(job, number, request)
-        assert (status["flush"], status["iteration"]) == ("done", 7), status["reason"] or status
-
-
-def test_what_cannot_be_read_for_a_moment_may_be_the_newest(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that fails in the middle of a look gives nothing older away for it."""
-    job.request(0, 7)
-    job.start()
-    job.settled(7)
-    read, failed = FileStorage.read, list[str]()
-
-    def read_at_second_try(storage: FileStorage, name: str, *span: Any) -> bytes:
-        if name.endswith("manifest.json") and not failed:
-            failed.append(name)
-            raise StorageError("away for a moment")
-        return read(storage, name, *span)
-
-    monkeypatch.setattr(FileStorage, "read", read_at_second_try)
-    status = saved(job, 0, PersistRequest("", 20.0, True))
-    assert failed and (status["flush"], status["iteration"]) == ("done", 7), status["reason"] or status

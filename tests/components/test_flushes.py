@@ -75,18 +75,6 @@ def test_one_that_does_not_come_there_makes_way_for_a_newer_one_after_a_rest() -
     assert flushes.current == at(16), "and not only at the next multiple"
 
 
-def test_what_a_rank_reports() -> None:
-    flushes = FlushScheduler(10, 100.0)
-    assert flushes.report(READY._replace(ready=False), 0.0) == (-1, CANNOT)
-    learn(flushes, verdict(), 10, 5.0)
-    assert flushes.report(READY, 104.0) == (10, WORKING)
-    assert flushes.report(READY._replace(ready=False), 6.0) == (10, WORKING), "another SMP begins anew"
-    assert flushes.report(READY._replace(state=FlushState.DONE, sealed=False), 6.0) == (10, DONE)
-    for guard, now_secs in ((READY._replace(sealed=False), 6.0), (READY, 106.0)):
-        assert flushes.report(guard, now_secs) == (10, CANNOT)
-    assert FlushScheduler(0).report(READY, 0.0) == (-1, DONE)
-
-
 def test_what_is_on_its_way_is_kept_and_marked() -> None:
     state = SessionState(Config(persist="/there", persist_interval=4))
     state.begin(LINEAGE, None, 0.0)

@@ -160,19 +160,6 @@ def test_hostile_header_is_refused(case: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        edited(lambda v: v["__metadata__"].update(version="2")),
-        edited(lambda v: v["__metadata__"].update(version=None)),
-        with_manifest(lambda m: m.update(version=99)),
-    ],
-)
-def test_other_version_is_a_mismatch(data: bytes) -> None:
-    with pytest.raises(MismatchError, match="version"):
-        parse_image(data)
-
-
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(GOOD)))
 def test_a_damaged_header_never_passes_for_another(changes: list[tuple[int, int]], length: int) -> None:
     data = bytearray(GOOD)

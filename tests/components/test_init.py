@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -77,23 +75,3 @@ def test_a_file_in_the_way_is_named_and_nothing_is_left(
     assert at in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.name != "to"] == [tmp_path / at] * (at != "to")
     assert (tmp_path / at).read_text() == "mine"
-
-
-def test_a_disk_that_fails_half_way_leaves_the_users_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "ftckpt.flags").write_text("mine")
-    copy, copied = shutil.copy, list[Path]()
-
-    def copy_some(source: Path, target: Path) -> None:
-        if len(copied) == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-        copied.append(target)
-        copy(source, target)
-
-    monkeypatch.setattr(shutil, "copy", copy_some)
-    assert main(["init", "torchrun", str(tmp_path), "--force"]) == 2
-    assert capsys.readouterr().err
-    assert files(tmp_path) == {"configs/ftckpt.flags"} and not (tmp_path / "launch").exists()
-    assert (tmp_path / "configs" / "ftckpt.flags").read_text() == "mine"

@@ -167,32 +167,6 @@ def test_the_sizes_are_put_on_the_command_line(more: str, layouts: str, world: i
     assert rewrite(argv, layouts, world) == (argv, choice)
 
 
-@pytest.mark.parametrize(
-    ("more", "layouts", "message"),
-    [
-        (" --yaml-cfg job.yaml", "tp2", "--yaml-cfg"),
-        (" --num-experts 3", "ep2", "ep2 3 2"),
-        ("", "ep2", ""),
-        (" --rampup-batch-size 4 2 1000", "tp1dp4", "4"),
-        (" --decoder-first-pipeline-num-layers 1", "pp4", "4 2"),
-        (" --no-overlap-p2p-communication", "tp2pp2vpp2", "3"),
-    ],
-)
-def test_a_command_line_that_no_layout_fits_is_refused(more: str, layouts: str, message: str) -> None:
-    with raises(LayoutError, *message.split()):
-        rewrite((LINE + more).split(), layouts, 4)
-
-
-def test_stages_of_a_layout_by_hand_are_counted() -> None:
-    pytest.importorskip("megatron.core")
-    table = ["--pipeline-model-parallel-layout", "Et|tt|t|L"]
-    argv, choice = rewrite([*LINE.split(), *table], "tp2pp2,tp2pp4,tp1pp2vpp2", 4)
-    assert choice.name == "tp1pp2vpp2dp2" and "--num-virtual-stages-per-pipeline-rank" not in argv
-    assert choice.passed[0][0] == "tp2pp2" and not lacks(
-        choice.passed[0][1], "2", "--pipeline-model-parallel-layout", "4"
-    )
-
-
 def parser() -> Any:
     import argparse
 
@@ -228,14 +202,3 @@ def test_a_script_asks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WORLD_SIZE" not in os.environ and world_size() == 1
     with raises(LayoutError, "1 rank", "tp2pp2dp2 needs 8", "tp2pp1", "2"):
         ftckpt.megatron.choose_layout(GPT)
-
-
-def test_a_job_in_another_layout_than_the_chosen_one_is_refused() -> None:
-    built = {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 2, "distributed_optimizer": True}
-    with raises(LayoutError, "call"):
-        job.check_layout(built)
-    ftckpt.megatron.choose_layout(GPT, "tp2", 4)
-    job.check_layout(built)
-    ftckpt.megatron.choose_layout(GPT, "tp2cp2", 4)
-    with raises(LayoutError, "tp2pp1cp2dp1", "tp2pp1dp2"):
-        job.check_layout(built)

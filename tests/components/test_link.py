@@ -70,25 +70,6 @@ def test_what_is_virtual_counts_by_what_lies_below_it(tmp_path: Path) -> None:
     assert not lacks(network_limit("auto", "10.0.0.1", tmp_path).source, "25%", "10 Gbit/s", "eth0")
 
 
-def test_several_links_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"eth0": ["10.0.0.1", "10.0.0.2"], "eth1": ["10.1.0.1"], "eth2": ["10.2.0.1"]}
-    monkeypatch.setattr(link, "interfaces", lambda: there)
-    for name in ("eth0", "eth1"):
-        sysfs(tmp_path, name, "100000")
-    limit = network_limit("auto", "10.0.0.1,10.1.0.1", tmp_path)
-    assert limit.bytes_per_sec == SHARE * 25e9 and not lacks(limit.source, "25%", "200 Gbit/s", "eth0", "eth1")
-    assert network_limit("auto", "10.0.0.1,10.0.0.2", tmp_path).bytes_per_sec == SHARE * 12.5e9, "the same one"
-    sysfs(tmp_path, "eth2", None)
-    assert not lacks(network_limit("auto", "10.0.0.1,10.2.0.1", tmp_path).source, "assumed", "eth0", "eth2")
-
-
-def test_an_address_of_no_interface_is_told() -> None:
-    for address in ("0.0.0.0", "203.0.113.77", "no such host"):
-        assert not lacks(network_limit("auto", address).source, "assumed", str(address))
-    with pytest.raises(KeyError):
-        interfaces_at("203.0.113.77")
-
-
 def test_the_interface_of_an_address_is_found() -> None:
     assert interfaces()["lo"][0] == "127.0.0.1" and interfaces_at("127.0.0.1") == []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

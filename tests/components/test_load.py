@@ -318,18 +318,6 @@ def test_a_rank_of_many_has_few_partners() -> None:
     assert max(partners for _, partners in ranks) <= nodes - 1 + 2 + 2, ranks
 
 
-def test_a_rank_reads_its_own_arena_where_that_has_what_others_have_too() -> None:
-    """To open another one costs a large model a tenth of a second."""
-    places = tuple(RankPlace({"dp": rank}, "n") for rank in range(3))
-    fragment = Fragment("w", "U8", (64,), Box((0,), (64,)), 0, 64)
-    index = Index(ShardEntry(source, fragment, 0) for source in range(3))
-    slots = [SlotAt("n", f"a{rank}", 0) for rank in range(3)]
-    for rank, own in enumerate(slots):
-        needs = [(fragment, torch.zeros(64, dtype=torch.uint8))] * 4
-        transfers = transfers_of(Topology(rank, places, {"dp": 3}), index, needs, slots, own=own)
-        assert [one.source for one in transfers] == [own]
-
-
 def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(8, dtype=torch.uint8)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import pytest
-
-from ftckpt.memory.directory import SMP_LOG_NAME
 from ftckpt.smp.footprint import BoundedLog
 from ftckpt.smp.watch import LogTail
 from tests.support.errors import lacks
@@ -38,36 +35,4 @@ def test_a_log_whose_older_half_goes_repeats_nothing(tmp_path: Path) -> None:
         warn(log, f"number {number:03d} {'x' * 3900}")
         told += [line[:10] for line in tail.new_warnings()]
     assert told == [f"number {number:03d}" for number in range(120)]
-    log.close()
-
-
-def test_a_line_that_is_being_written_is_told_once_and_whole(tmp_path: Path) -> None:
-    tail, log = LogTail(tmp_path), BoundedLog(tmp_path)
-    warn(log, "first")
-    with open(tmp_path / SMP_LOG_NAME, "a") as other:
-        other.write("2026-01-01 00:00:00,000 ERROR sec")
-        other.flush()
-        assert tail.new_warnings() == ["first"] and tail.new_warnings() == []
-        other.write("ond\n")
-    assert tail.new_warnings() == ["second"] and tail.new_warnings() == []
-    log.close()
-
-
-def test_a_log_that_is_cut_while_it_is_read_loses_and_repeats_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tail, log, read = LogTail(tmp_path), BoundedLog(tmp_path), Path.read_bytes
-    warn(log, "first")
-    warn(log, "second")
-
-    def cut(path: Path) -> bytes:
-        """The first line alone: the writer has emptied the file and begins to write it again."""
-        data = read(path)
-        path.write_bytes(data)
-        return data[: data.find(b"\n") + 1]
-
-    monkeypatch.setattr(Path, "read_bytes", cut)
-    assert tail.new_warnings() == []
-    monkeypatch.setattr(Path, "read_bytes", read)
-    assert tail.new_warnings() == ["first", "second"]
     log.close()

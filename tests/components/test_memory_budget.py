@@ -164,14 +164,6 @@ def test_idle_file_cache_counts_as_free(host: Host, line: str, base: str, name: 
     assert not lacks(host.refusal(2 * GIB + 1), "2.0 GiB")
 
 
-def test_the_smallest_of_several_binds(host: Host) -> None:
-    host.cgroup("0::/g", "g", 8 * GIB, 5 * GIB)
-    host.statvfs.f_bavail = GIB // 4096
-    text = host.refusal(20 * GIB)
-    assert not lacks(text, "1.0 GiB")
-    assert all(part in text for part in ("MemAvailable 12.0 GiB", "cgroup /g (limit 8.0 GiB) 3.0 GiB"))
-
-
 def test_missing_and_broken_files_bind_nothing(host: Host) -> None:
     host.cgroup("0::/g", "g", "many", 5)
     (host.proc / "meminfo").unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from ftckpt.errors import ConfigError, FtckptError, LostError
 from ftckpt.frameworks import launcher
 from ftckpt.memory import launch_record
 from ftckpt.memory.launch_record import LauncherRun, RunOutcome, launcher_run
-from ftckpt.memory.page import owner_word, pid_namespace
 from ftckpt.runner import worker
 from tests.support.errors import lacks
 from tests.support.processes import run_python
@@ -121,51 +119,9 @@ def test_a_folder_of_somebody_else_is_not_believed(folder: Path, tmp_path: Path)
     assert run.begin("j") == 0 and run.end(2, "refused")
 
 
-def test_records_of_agents_that_ended_go(folder: Path) -> None:
-    dead = subprocess.Popen(["sleep", "60"])
-    names = [f"{owner_word(pid):x}-{launch_record.this_machine()}-0f" for pid in (dead.pid, os.getpid())]
-    # Of another container, and of another machine with this folder: nobody here knows of their processes.
-    others = [f"{owner_word(dead.pid):x}-{where}-0f" for where in ("1-0a", f"{pid_namespace()}-0a")]
-    dead.kill()
-    dead.wait()
-    for name in (*names, *others, "named"):
-        LauncherRun(name).end(0, "done")
-    LauncherRun("mine").begin("j")
-    assert records(folder) == sorted([names[1], *others, "named", "mine"])
-
-
 def shared(error: FtckptError) -> FtckptError:
     error.of_all_ranks = True
     return error
-
-
-@pytest.mark.parametrize(
-    ("env", "error", "said"),
-    [
-        ({"FTCKPT_RUN": "a"}, ConfigError("x"), 1),
-        ({"FTCKPT_RUN": "a"}, LostError("x"), 1),
-        ({"FTCKPT_RUN": "a"}, FtckptError("x"), 1),
-        ({"FTCKPT_RUN": "a", "GROUP_RANK": "1"}, shared(LostError("x")), 0),
-        ({"FTCKPT_RUN": "a", "GROUP_RANK": "1"}, LostError("x"), 1),
-        ({"RANK": "1"}, shared(LostError("x")), 0),
-        ({"RANK": "1"}, LostError("x"), 3),
-        ({"RANK": "0"}, shared(LostError("x")), 3),
-    ],
-)
-def test_an_error_is_said_once(
-    env: dict[str, str],
-    error: FtckptError,
-    said: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """By the first rank of a machine; errors of all ranks on the machine of rank 0. Without a record by each rank."""
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert [launcher.refuse(error) for _ in range(3)] == [2, 2, 2]
-    assert capfd.readouterr().err == "ftckpt: x\n" * said
-    launched()
-    assert launcher.code_if_over() == (2 if error.final and "FTCKPT_RUN" in env else None)
 
 
 def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -248,34 +204,6 @@ def main(argv):
 
 launcher.leave(main)
 """
-
-
-@pytest.mark.parametrize(
-    ("end", "is_done"),
-    [("sys.exit()", True), ("os.abort()", True), ("sys.exit(3)", False), ("raise MemoryError", False)],
-)
-def test_under_a_runner_it_is_not_done_either(end: str, is_done: bool, tmp_path: Path) -> None:
-    """A crash in the exit is none of the script's."""
-    run_python(ENDED.format(end=end), FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
-    assert LauncherRun("a.n").read().code == (0 if is_done else None)
-
-
-PARSES = "import argparse; p = argparse.ArgumentParser(); p.add_argument('--layers', type=int); "
-
-
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [
-        (PARSES + "p.parse_args(['--layer', '4']); p.parse_args(['--nothing'])", 2),
-        (PARSES + "p.parse_args(['--help'])", None),
-        ("sys.exit(2)", None),
-    ],
-)
-def test_arguments_that_a_script_does_not_take_are_tried_once(script: str, code: int | None, tmp_path: Path) -> None:
-    """Unlike another exit with the same code, whose meaning is unknown."""
-    text = f"import sys\nfrom ftckpt.frameworks import launcher\ndef main(argv):\n    {script}\nlauncher.leave(main)"
-    run_python(text, FTCKPT_RUN="a", FTCKPT_NODE="n", TMPDIR=str(tmp_path))
-    assert LauncherRun("a.n").read().code == code
 
 
 LEAVING = """

@@ -138,17 +138,6 @@ def test_a_dear_fence_stretches_the_interval_then_lets_go(tmp_path: Path) -> Non
     assert rank.pacer.intervals.stretch == 1
 
 
-def test_early_snapshots_leave_timelines_and_later_ones_now_and_then(tmp_path: Path) -> None:
-    rank = Rank(tmp_path)
-    for _ in range(102):
-        rank.iterate()
-    timelines = rank.told("timeline")
-    assert [event["iteration"] for event in timelines] == [1, 2, 4, 8, 16, 32, 50, 100]
-    kinds = [kind for kind, _, _ in timelines[0]["spans"]]
-    assert kinds == ["boundary", "start", *(kind for kind, _ in PLACES), "optimizer"]
-    assert timelines[0]["copies"] == [[0.5, 1.5, 2 * MB]] and timelines[0]["coords"] == {"pp": 1}
-
-
 class Auto(Rank):
     """Snapshots each ``spacing`` iterations of six seconds, which take ``cost`` seconds longer with one."""
 
@@ -179,26 +168,6 @@ def test_auto_wishes_for_the_shortest_interval_whose_whole_cost_keeps_the_budget
     assert rank.pacer.intervals.request.iteration_secs == 6.0
     if stretch > 1:
         assert rank.pacer.intervals.request.cost == pytest.approx(cost / 6)
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_an_evaluation_at_each_boundary_with_a_snapshot_is_no_cost_of_these(again: bool, tmp_path: Path) -> None:
-    """Nor is a save. It ends with the next part of an iteration, or with the iteration."""
-    rank = Auto(tmp_path, overhead_budget=0.1)
-
-    def evaluate() -> None:
-        for _ in range(1 + again):
-            rank.pacer.pause()
-            rank.clock.now += 300.0
-        rank.pacer.enter("start")
-
-    rank.before_each_snapshot = evaluate
-    assert rank.live(26, 1.3) == 3 and rank.pacer.intervals.request.iteration_secs == 6.0
-    rank.pacer.pause()
-    rank.clock.now += 300.0
-    rank.pacer.boundary()
-    rank.pacer.learn()
-    assert rank.live(1, 1.3) == 3
 
 
 def test_auto_goes_on_from_what_an_earlier_attempt_has_found(tmp_path: Path) -> None:

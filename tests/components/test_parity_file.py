@@ -6,7 +6,6 @@ import errno
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -129,17 +128,3 @@ def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path, file: ParityFil
         found = file.snapshot()
         if found is not None:
             assert_holds(file, found.lineage, found.iteration)
-
-
-def test_two_that_create_one_file_do_not_meet(path: Path) -> None:
-    """A dropped target leaves a thread that still allocates what the next one allocates, too."""
-    (path.parent / ".parity.node.0.0123abcd.new").write_bytes(b"what a killed process left")
-
-    def create(_: int) -> None:
-        for _ in range(20):
-            ParityFile.create(path, GROUP, 0).close()
-            ParityFile.open(path).close()
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(create, range(2)))
-    assert list(path.parent.iterdir()) == [path]

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import random
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -182,26 +181,3 @@ def test_a_failure_costs_more_the_further_a_restart_reaches(capsys: pytest.Captu
     failures = 8 * 30 / 308
     assert unprotected["month_survived"]["at_least"] == pytest.approx(math.exp(-failures))
     assert unprotected["month_survived"]["sampled"] == pytest.approx(math.exp(-failures))
-
-
-@pytest.mark.parametrize(
-    "settings", ["", "--protect peer --slots 4 --persist /there", "--persist-rate 2GB/s --mtbf 40h"]
-)
-def test_the_last_line_has_the_flags_of_the_job(capsys: pytest.CaptureFixture[str], settings: str) -> None:
-    assert main(["plan", *f"{JOB} {settings}".split()]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    config, rest = Config.from_flags(shlex.split(last.removeprefix("flags: ")))
-    words = settings.split()
-    chosen = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    assert config.enabled and not rest
-    assert all(str(getattr(config, name)) == value for name, value in chosen.items())
-    assert config.flags() == Config(enabled=True, **{n: getattr(config, n) for n in chosen}).flags()
-
-
-def test_the_flags_of_a_job_that_does_not_fit_have_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    need = planned_json(capsys, JOB)["memory_per_node"]["sum"]
-    tight = planned_json(capsys, f"{JOB} --node-memory {need - 1}B")
-    config, _ = Config.from_flags(shlex.split(tight["flags"]))
-    assert tight["verdict"]["answer"] == "no" and (config.protect, config.slots) != ("auto", 0)
-    words = f"{JOB} --node-memory {need - 1}B --protect {config.protect} --slots {config.slots}"
-    assert planned_json(capsys, words)["verdict"]["answer"] == "yes"

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from ftckpt.memory.directory import PULSE_NAME
-from ftckpt.memory.heartbeat import FlushState, Heartbeat
-from ftckpt.model.snapshot import SnapshotId
+from ftckpt.memory.heartbeat import Heartbeat
 from tests.support.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -180,32 +179,6 @@ def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
     mine.forget_others(2)
     assert [pulse.place for pulse in smp.ranks()] == [0, 1]
     assert mine.smp_guards(5) and mine.smp_alive(60.0)
-
-
-def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
-    smp, rank = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0)
-    one, other = SnapshotId(b"a" * 16, 7), SnapshotId(b"b" * 16, 7)
-    assert rank.flush_state(one) == FlushState.NONE
-    smp.beat_smp(digest=5)
-    smp.tell_flush(one, FlushState.DONE)
-    assert rank.flush_state(one) == FlushState.DONE and rank.flush_state(other) == FlushState.NONE
-    smp.tell_flush(other, FlushState.WORKING)
-    assert (rank.flush_state(one), rank.flush_state(other)) == (FlushState.NONE, FlushState.WORKING)
-    smp.tell_flush(None, FlushState.NONE)
-    assert rank.flush_state(other) == FlushState.NONE
-
-
-def test_any_rank_that_copies_is_seen(arena_root: Path) -> None:
-    ranks, smp = [Heartbeat.open(arena_root, place) for place in (0, 254)], Heartbeat.open(arena_root, None)
-    for rank in ranks:
-        assert not smp.ranks_copy()
-        rank.tell_copying(True)
-        assert smp.ranks_copy()
-        rank.tell_copying(False)
-    smp.tell_copying(True)
-    assert not smp.ranks_copy(), "who only looks never copies"
-    words(arena_root)[:] = 0xFFFFFFFFFFFFFFFF
-    assert not smp.ranks_copy(), "foreign bytes"
 
 
 def test_a_rank_killed_in_its_copy_copies_no_longer(arena_root: Path) -> None:

@@ -232,42 +232,6 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
     assert sealed(job) == kept | {5}, "what else was there is kept"
 
 
-@pytest.mark.parametrize(
-    ("held", "keep", "left"),
-    [
-        ((2, 3, 4), (at(2, 4, 5), at(2, 4, 5)), {2, 4}),
-        ((3, 4, 7), (at(4, 5, 7), at(4, 5)), {4, 7}),
-        ((3, 4, None), (at(3, 4, 5), at(3, 4, 5)), {3, 4}),
-        ((2, 3, None), (at(2, 5), at(2, 5)), {2}),
-        ((3, 4, 7), (at(3, 4, 5, 7), at(3, 4, 5)), {3, 4}),
-        ((4, 6, 7), (at(4, 5, 6, 7), at(4, 5)), {4, 6}),
-        ((2, 3, 4), (at(2, 3, 4, 5), at(2, 3, 4, 5)), {3, 4}),
-    ],
-    ids=[
-        "between two", "older than a newer one", "no memory", "memory is saved", "a newer one", "the newest one",
-        "the oldest one",
-    ],
-)  # fmt: skip
-def test_a_rebuild_takes_the_slot_that_is_needed_least(
-    held: tuple[int | None, ...], keep: tuple[frozenset[SnapshotId], ...], left: set[int], arena_root: Path
-) -> None:
-    """Whatever it allocated is freed when it fails: the next allocation must not find it."""
-    job, package, _ = made(arena_root)
-    with closing(Arena.open(job.path(1), writable=True)) as arena:
-        for slot, iteration in enumerate(held):
-            arena.control.begin(slot)
-            if iteration is None:
-                arena.free(slot)
-            else:
-                arena.control.seal(slot, SnapshotId(LINEAGE, iteration))
-    building = new_slot(job, package, keep)
-    new_bytes = building.new_bytes()
-    building.open()
-    building.close()
-    assert sealed(job) == left
-    assert new_bytes == (building.file_bytes if len(left) == len([i for i in held if i is not None]) else 0)
-
-
 def test_wrong_bytes_are_found_by_the_packages_checksums(arena_root: Path) -> None:
     job, package, _ = made(arena_root)
     chunks = chunks_of(job)

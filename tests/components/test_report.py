@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import tracemalloc
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.cli.attempts import Age
-from ftckpt.cli.event_log import MOST_LINE_BYTES, event_logs
 from ftckpt.cli.history import read_history
 from ftckpt.cli.main import main
 from ftckpt.cli.recovery import PARTS
@@ -88,21 +84,6 @@ def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
         assert f"from {origin}" in text or f", {origin}" in text, origin
 
 
-def test_what_was_rebuilt_and_reshaped_is_told_with_its_sources(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 3)
-    rebuilt = {"event": "rebuilt", "shards": ["b"], "bytes": 22, "secs": 0.05}
-    more = {**rebuilt, "shards": ["a"], "secs": 0.15}
-    reshaped = {"event": "loaded", "from": "tp2", "to": "tp1"}
-    source = "peer_parity+replica_parity"
-    logs.attempt("bb", (11, 12), 110.0, 2, 5, between=[rebuilt, more, reshaped], source=source)
-    (restart,) = read_history(logs.run).restarts
-    assert (restart.source, restart.rebuilt_shards) == (source, ("a", "b"))
-    assert (restart.rebuilt_bytes, restart.layout) == (44, "tp2 → tp1")
-    assert restart.parts["rebuild"] == pytest.approx(0.15)
-    assert restart.parts["rebuild"] + restart.parts["load"] == pytest.approx(0.2)
-    assert "tp2 → tp1" in html(logs)
-
-
 def test_ages_are_of_snapshots_that_all_ranks_had(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 4)
     (attempt,) = read_history(logs.run).attempts
@@ -119,17 +100,6 @@ def test_ages_are_of_snapshots_that_all_ranks_had(logs: RunLogs) -> None:
     assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 2, 2), "one shard twice is not two"
     logs.write("smp-n0", checked[0])
     assert list(read_history(logs.run).attempts[0].ages())[2] == Age(3, 1, 2), "the SMPs had all of it"
-
-
-def test_ages_of_what_is_on_storage_outlast_attempts(logs: RunLogs) -> None:
-    logs.attempt("aa", (1, 2), 100.0, None, 6)
-    persisted = {"event": "persisted", "rank": 0, "pid": 1}
-    logs.write("rank0", *({**persisted, "time": 101.5 + at, "iteration": at} for at in (1, 4)))
-    logs.attempt("bb", (11, 12), 120.0, 3, 5)
-    logs.attempt("cc", (21, 22), 140.0, 4, 6, source="storage")
-    ages = [(age.iteration, age.persisted) for age in read_history(logs.run).ages()]
-    assert ages[:6] == [(1, None), (2, None), (3, 2), (4, 3), (5, 4), (6, 2)]
-    assert ages[6:] == [(4, 3), (5, 4), (5, 1), (6, 2)], "4 was rolled back by the attempt that began at 3"
 
 
 def test_the_page_has_all_sections_and_says_what_is_missing(logs: RunLogs) -> None:
@@ -204,16 +174,6 @@ def test_a_directory_without_events_is_an_error_with_a_remedy(
     assert error.count("\n") == 1 and (not name or words in error) and (name or "--ftckpt-events DIR" in error)
 
 
-def test_of_several_runs_the_one_that_began_last_is_shown_and_the_others_are_named(tmp_path: Path) -> None:
-    for name, joined in (("b", 100.0), ("a", 300.0), ("c", 200.0)):
-        RunLogs(tmp_path / name).attempt("aa", (1, 2), joined, None, 2)
-    history = read_history(tmp_path)
-    assert history.directory == tmp_path / "a" / "events"
-    assert history.notes == [
-        f"taken from {history.directory}, the newest; there are also {tmp_path}/b/events, {tmp_path}/c/events"
-    ]
-
-
 LINES = [
     {"event": "joined", "time": 99.0, "rank": 0, "pid": 1, "job": "j", "node": "n"},
     {"event": "rebuilt", "time": 99.5, "rank": 0, "pid": 1, "shards": ["a"], "bytes": 3, "secs": 0.1, "sources": {}},
@@ -271,20 +231,3 @@ def test_a_number_too_large_for_a_float_is_a_broken_line(tmp_path: Path) -> None
         content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         (tmp_path / "events" / f"{name}.jsonl").write_bytes(content)
     check_page(render(read_history(tmp_path), None, Additions()))
-
-
-def test_what_is_no_log_is_not_read(tmp_path: Path) -> None:
-    """A link to a device has no end, and a FIFO is waited for; a file without ends of lines is read in parts."""
-    for name, made in (("a", lambda path: path.symlink_to("/dev/zero")), ("b", os.mkfifo)):
-        (tmp_path / name).mkdir()
-        made(tmp_path / name / "rank0.jsonl")
-    with pytest.raises(EventLogError):
-        event_logs(tmp_path, "")
-    (tmp_path / "c").mkdir()
-    with open(tmp_path / "c" / "rank0.jsonl", "wb") as file:
-        file.truncate(1 << 28)
-    (log,) = event_logs(tmp_path, "")
-    tracemalloc.start()
-    assert not list(islice(log.lines(log.rank_files[0]), 1))
-    assert tracemalloc.get_traced_memory()[1] < 4 * MOST_LINE_BYTES
-    tracemalloc.stop()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_load import run_ranks
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
-from ftckpt.memory import ledger, parity_file
+from ftckpt.memory import ledger
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.directory import list_arenas
@@ -147,22 +147,6 @@ def test_slots_and_parity_of_others_go(job: Job) -> None:
     assert freed(job, keys(5)) == 0
 
 
-def test_slots_that_hold_nothing_go_first_of_all(job: Job) -> None:
-    with closing(Arena.open(job.path(0), writable=True)) as arena:
-        arena.control.begin(0)
-        arena.control.void(1)
-    os.truncate(job.path(1) / "slot0.safetensors", 4096)
-    assert freed(job, keys(2, 3, 4, 5)) > 2 * job.stepped
-    assert held(job) == [[4, 5], [2, 3, 4, 5]], "a damaged slot of a snapshot that is needed stays"
-    assert freed(job, keys(3, 4, 5)) > 0
-    assert held(job) == [[4, 5], [3, 4, 5]]
-
-
-def test_an_arena_without_use_goes_with_all_that_lies_in_it(job: Job) -> None:
-    freed(job, keys(9))
-    assert list_arenas(job.node_dir("a")) == [] and list_parity(job.node_dir("a")) == []
-
-
 def test_parity_that_is_needed_keeps_its_arena(job: Job) -> None:
     with closing(Arena.open(job.path(0), writable=True)) as arena:
         for slot in range(4):
@@ -189,13 +173,6 @@ def test_what_is_written_or_unreadable_or_to_be_left_stays(job: Job) -> None:
     assert held_in(job.path(0)) == [5]
     freed(job, keys(9))
     assert not job.path(0).exists() and job.path(1).exists()
-
-
-def test_an_arena_that_another_rank_removes_meanwhile_keeps_nobody_from_freeing_its_own(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parity_file, "list_arenas", lambda path: [*list_arenas(path), path / "dp9.00000000"])
-    assert freed(job, keys(5)) > 0 and held(job) == [[5], [5]]
 
 
 def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:

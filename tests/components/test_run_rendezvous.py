@@ -156,20 +156,6 @@ def test_a_standby_takes_the_place_of_an_agent_that_has_ended_at_once(
     assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
 
 
-@pytest.mark.parametrize("agents", [100], indirect=True)
-def test_an_agent_that_has_left_and_then_ended_does_not_keep_its_place(
-    agents: Agents, rings: list[AgentRing]
-) -> None:
-    for future in [agents.join(0), agents.join(1)]:
-        future.result(30)
-    standby = agents.join(2)
-    until(lambda: agents.stands_by(2) and agents.waiting(0) == 0 and rings[0]._has_accepted, "the standby", 15)
-    agents.leave(1)
-    rings[1]._listener.close()
-    agents.leave(0)
-    assert {agents.join(0).result(30), standby.result(30)} == {0, 1}
-
-
 class Ring:
     """Agents in one process, in the order of their names."""
 

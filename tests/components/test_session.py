@@ -55,35 +55,7 @@ def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays
     assert learn(targets, verdict(9), verdict(10, 9)) == ["protected"] and not targets.degraded
 
 
-def test_what_was_given_up_is_not_tried_again_before_there_is_a_newer_one() -> None:
-    targets = ProtectionScheduler(1)
-    learn(targets, verdict(4), verdict(4, 4, TaskState.CANNOT), verdict(4), verdict(4))
-    assert targets.target is None and not targets.pending
-    learn(targets, verdict(5))
-    assert targets.target == at(5) and targets.pending
-
-
 GUARDING = ProtectionStatus(alive=True, configured=True, sealed=True)
-
-
-def test_how_far_a_node_is_with_the_target() -> None:
-    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
-    assert targets.report(GUARDING, NOW_SECS) == (4, TaskState.WORKING)
-    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, TaskState.READY)
-    for trouble in ({"alive": False}, {"configured": False}, {"sealed": False}, {"gave_up": True}):
-        assert targets.report(GUARDING._replace(**trouble), NOW_SECS) == (4, TaskState.CANNOT), trouble
-    covered = GUARDING._replace(covered=True)
-    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, TaskState.READY), "what is covered stays so"
-    assert targets.report(covered._replace(configured=False), NOW_SECS) == (4, TaskState.CANNOT), "by other groups"
-
-
-def test_after_a_target_that_took_too_long_a_node_rests() -> None:
-    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
-    assert targets.report(GUARDING, NOW_SECS + 30.0) == (4, TaskState.WORKING)
-    assert targets.report(GUARDING, NOW_SECS + 31.0) == (4, TaskState.CANNOT)
-    targets.target = None
-    assert targets.report(GUARDING, NOW_SECS + 90.0) == (-1, TaskState.CANNOT)
-    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, TaskState.READY)
 
 
 def test_a_target_for_which_the_network_needs_longer_is_waited_for() -> None:
@@ -130,17 +102,6 @@ def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
     assert targets.target is None
     learn(targets, verdict(20))
     assert targets.target == at(20), "all are ready"
-
-
-def test_that_none_can_be_protected_for_long_is_told_once() -> None:
-    """Without shared heartbeats no candidate is ever chosen, so that none is dropped."""
-    targets = ProtectionScheduler(1, timeout_secs=30.0)
-    later = [(verdict(n, cover=TaskState.CANNOT), NOW_SECS + 10 * n) for n in range(1, 12)]
-    told = [(n.event, n.fields["iteration"]) for v, secs in later for n in targets.learn(v, LINEAGE, secs)]
-    assert told == [("not_protected", 5)]
-    assert learn(targets, verdict(12)) == [] and targets.target == at(12)
-    (news,) = targets.learn(verdict(13, 12), LINEAGE, NOW_SECS + 130)
-    assert news.event == "protected" and news.fields["again"]
 
 
 def proven(last: int, steps_from: int, repeats: bool = True) -> list[int]:

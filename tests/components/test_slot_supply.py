@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,23 +165,6 @@ def test_a_rank_that_ends_meanwhile_leaves_no_half_made_slot(
         settle(member)
         assert not path.exists() and len(slot_files(member)) == 3
     assert supply.ended and (when != "half made" or way == "replace" or slow.steps == steps), "it went on to the end"
-
-
-def test_a_rank_that_was_killed_meanwhile_leaves_no_memory_to_the_next_start(member: Rank, arena_root: Path) -> None:
-    """It counts for no arena, and the next start could not have its own."""
-    if not (child := os.fork()):
-        with suppress(BaseException):
-            unnamed = member.have.build(1)  # the memory is there, the name is not
-            os._exit(0 if unnamed else 1)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    member.have.close()
-    member.arenas.release()
-    assert len(slot_files(member)) == 2
-    (again,) = ranks(arena_root, 1, slots=3)
-    again.arenas.entry.enter()
-    assert slot_files(member) == ["slot0.safetensors"]
-    again.arenas.release()
 
 
 def test_slots_get_their_memory_when_all_ranks_are_through(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

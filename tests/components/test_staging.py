@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import random
 import threading
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 import torch
@@ -60,36 +58,6 @@ def test_each_part_arrives_as_it_was_read(fake: FakeDevice, threads: int) -> Non
     staging.settle()
     for number, target in enumerate(targets):
         assert (target[: NBYTES - number] == number + 1).all() and not target[NBYTES - number :].any()
-
-
-def test_runs_of_one_turn_are_one_call_and_columns_are_not(fake: FakeDevice) -> None:
-    dice, calls = random.Random(5), 0
-    for round_ in range(50):
-        fake.first = dice.choice(fake.streams)
-        staging, wanted = StagingBuffers(), dict[int, torch.Tensor]()
-        target = torch.zeros(10, NBYTES, dtype=torch.uint8)
-        for number in range(10):
-            memory = staging.memory(NBYTES)
-            memory.copy_(torch.randint(256, (NBYTES,), dtype=torch.uint8))
-            wanted[number] = memory.clone()
-            edges = [0, *sorted(dice.sample(range(1, 500), 3)), 500]
-            # Every other byte of both halves of the rest, in a shape of their own.
-            copies = [
-                (Strip(target[number], 500 + at, (250,), (2,)), Strip(memory, 500 + at, (250,), (2,)))
-                for at in (0, 1)
-            ]
-            copies += [
-                (strip(target[number], begin, end - begin), strip(memory, begin, end - begin))
-                for begin, end in pairwise(edges)
-            ]
-            dice.shuffle(copies)
-            staging.send(copies)
-            calls += 1
-        staging.settle()
-        for number, data in wanted.items():
-            assert torch.equal(target[number], data), (round_, number)
-    takes_calls = not fake.refuse_calls and staging_module.batch_copy() is not None
-    assert fake.calls == ([4] * calls if takes_calls else [])
 
 
 def test_copies_come_behind_what_the_script_has_given_the_device(fake: FakeDevice) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftckpt.cli.figures import shown
@@ -17,9 +16,8 @@ from ftckpt.cli.figures import timeline as drawn
 from ftckpt.cli.history import read_history
 from ftckpt.cli.sections import Additions, sections_of
 from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
-from ftckpt.errors import EventLogError
 from tests.components.made_logs import CHUNK_BYTES, EPOCH, LINE, OPTIMIZER, Logs
-from tests.support.errors import lacks, raises
+from tests.support.errors import lacks
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -59,22 +57,6 @@ def test_of_an_iteration_that_was_trained_twice_the_later_is_taken_and_never_a_m
     assert found.ranks[0].begin < EPOCH + 2000, "the earlier attempt is the one that is complete"
     logs.attempt(range(9, 12))
     assert read_timeline(read_history(logs.directory)).ranks[0].begin > EPOCH + 3000
-
-
-@pytest.mark.parametrize(
-    ("prepare", "iteration", "said"),
-    [
-        (lambda _: None, None, "--ftckpt-events"),
-        (lambda logs: logs.attempt(range(1, 4), every=9), 3, "--ftckpt-events"),
-        (lambda logs: logs.attempt(range(1, 16)), 7, "7 15 10 5"),
-        (lambda logs: logs.attempt(range(1, 30), every=1), 99, "29 28 9"),
-    ],
-)
-def test_errors_say_what_is_missing(logs: Logs, prepare: Any, iteration: int | None, said: str) -> None:
-    prepare(logs)
-    with raises(EventLogError, *said.split()) as caught:
-        read_timeline(read_history(logs.directory), iteration)
-    assert "\n" not in str(caught.value)
 
 
 def check_trace(trace: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
@@ -158,17 +140,3 @@ def broken() -> st.SearchStrategy[bytes]:
         st.builds(cut, st.integers(0, len(whole)), st.integers(0, 40), st.binary(max_size=4)),
         st.binary(max_size=200),
     )
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(line=broken())
-def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "rank0.jsonl"
-    restored = {"event": "restored", "time": EPOCH, "rank": 0, "pid": LINE["pid"], "lineage": "aa", "iteration": None}
-    path.write_bytes(json.dumps(restored).encode() + b"\n" + line + b"\n")
-    try:
-        found = read_timeline(read_history(tmp_path))
-    except EventLogError:
-        return
-    check_trace(trace_of(found))
-    assert found.summary

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftckpt.cli.history import read_history
-from ftckpt.cli.report import summary, write_report
-from ftckpt.memory.directory import clean_job, end_smp, node_directory
+from ftckpt.cli.report import write_report
 from tests.components.made_logs import check_page
 from tests.support import plain
 from tests.support.event_logs import read_events
@@ -33,43 +30,6 @@ def train(rank: int, world_size: int, settings: dict[str, Any], last: int, close
         plain.die()
     checkpointer.close()
     return start
-
-
-def train_launched(rank: int, world_size: int, settings: dict[str, Any], launch: str, close: bool) -> None:
-    """Until a snapshot is on storage, then die; or two iterations, then end well."""
-    checkpointer, state = plain.make(rank, world_size, settings, launch=launch)
-    iteration = checkpointer.restore() or 0
-    last, deadline = iteration + 2, time.monotonic() + 30
-    while iteration < last if close else not read_events(Path(settings["events"]), "persisted"):
-        assert time.monotonic() < deadline
-        plain.iterate(checkpointer, state, iteration := iteration + 1)
-        time.sleep(0.02)
-    if not close:
-        plain.die()
-    checkpointer.close()
-
-
-@pytest.mark.slow
-def test_a_job_that_is_launched_again_without_memory(settings: dict[str, Any], tmp_path: Path) -> None:
-    """It restarts from storage, and by another launcher: its end before was no failure."""
-    settings |= {
-        "protect": "node",
-        "persist": str(tmp_path / "storage"),
-        "persist_interval": 1,
-        "objects_size": "1MiB",
-    }
-    (tmp_path / "storage").mkdir()
-    run_ranks(train_launched, 2, settings, "first", False, expect_failures=True)
-    root = Path(settings["arena"])
-    assert end_smp(node_directory(root, "test", "node"), 20)
-    clean_job(root, "test")
-    run_ranks(train_launched, 2, settings, "second", True)
-    history = read_history(tmp_path)
-    (restart,) = history.restarts
-    assert (restart.source, restart.is_failure, restart.trained) == ("storage", False, True)
-    assert history.failures == [] and history.attempts[0].persisted
-    head = next(summary(history, None))
-    assert "0 restarts, 1 new launch" in head and "storage: 1" in head
 
 
 def test_a_run_that_died_and_came_back(settings: dict[str, Any], tmp_path: Path) -> None:

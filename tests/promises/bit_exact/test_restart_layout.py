@@ -390,14 +390,6 @@ def test_a_job_whose_memory_is_gone_goes_on_from_what_it_persisted(
     assert main(["verify", plan["persist"]]) == 0
 
 
-def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:
-    """With names of shards that both layouts have."""
-    for number, layout in enumerate((OLD, NEW, OLD, Layout(tp=2, nodes=("n1", "n0")), NEW)):
-        ended = restarted(Attempt(layout, LAST + number, plan, ends=number == 4))
-        assert {one.start for one in ended} == {LAST + number - 1 if number else None}
-    assert list(arena_root.iterdir()) == []
-
-
 @pytest.fixture(scope="module")
 def old_arenas(module_root: Path) -> Path:
     """The memory that a job in the layout OLD has left: iteration LAST is committed."""

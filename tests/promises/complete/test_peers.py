@@ -20,7 +20,6 @@ from ftckpt.parity.modes import Modes
 from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import Channel
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
-from ftckpt.smp.traffic import NetworkProfile
 from tests.support.smp_nodes import CHUNK, Node, Smp, check_parity, describe, parity_of
 from tests.support.snapshots import LINEAGE
 from tests.support.tiers import by_default
@@ -222,21 +221,6 @@ def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
         assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
 
 
-def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False)
-    one, other = cluster.smps
-    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
-    one.configure(describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_rate="200kB/s"))
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.nodes[1].encoded(1), "encoded by the one that may receive all it likes")
-    [covered] = other.events.of("covered")
-    assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
-    assert one.tasks.status()["sent_bytes"] >= covered["received_bytes"]
-
-
 @pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
 def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
     cluster.build([[0], [1]], PEER, start=False)
@@ -255,39 +239,6 @@ def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase
     threading.Timer(0.5, pulse.beat, (1, "forward")).start()
     with service.find(wanted) as delivery:
         assert delivery is not None and time.monotonic() - begun > 0.4
-    pulse.leave()
-
-
-@pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
-def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
-    cluster.build([[0], [1]], PEER, start=False)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
-    pulse.beat(1, phase)
-    begun = time.monotonic()
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.smps[1].asked, "asked, although the phase never ends")
-    assert time.monotonic() - begun > 0.3
-    pulse.beat(1, "forward")
-    until(lambda: cluster.encoded(1), "encoded")
-    pulse.leave()
-
-
-def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    cluster.smps[0].tasks.traffic.profile = NetworkProfile(2.0, ((0.5, 1.0),))
-    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
-    pulse.beat(1, "forward")
-    begun = time.monotonic()
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.smps[1].asked, "asked")
-    assert time.monotonic() - begun > 0.9
-    until(lambda: cluster.encoded(1), "encoded")
     pulse.leave()
 
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import signal
 import threading
 import time
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError
-from ftckpt.memory.directory import clean_job
 from ftckpt.memory.end_notes import read as read_ends
 from ftckpt.memory.locks import JobLock
 from ftckpt.memory.process import Process
@@ -160,30 +158,6 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
         client.end()
     assert told[0] in kept.read_text(), "the directory of the node goes with the job"
     assert f"its log is kept in {kept}" in caplog.text
-
-
-def test_its_log_outlives_a_job_that_failed(site: SmpSite, kept: Path) -> None:
-    client = site.start()
-    with suppress(SmpError):
-        client.configure({**site.description(), "job": "another"})
-    said: list[str] = []
-    clean_job(site.root, JOB, said.append)
-    log = kept.read_text()
-    assert "refused: configure" in log and "ends: signal SIGTERM" in log, "all of it, once"
-    assert said == [f"ftckpt: what the SMP of node {NODE} warned of: its log is kept in {kept}"]
-    assert not list(site.root.iterdir()) and len(list(kept.parent.iterdir())) == 1
-
-
-@pytest.mark.parametrize("end", ["its directory is removed", "nobody trains"])
-def test_its_log_outlives_the_directory_where_no_other_process_keeps_it(site: SmpSite, kept: Path, end: str) -> None:
-    client = site.start(idle_secs=2.0 if end == "nobody trains" else 300.0)
-    with suppress(SmpError):
-        client.configure({**site.description(), "job": "another"})
-    if end != "nobody trains":
-        shutil.rmtree(site.node_dir.parent)
-    until(lambda: not site.pids())
-    assert "refused: configure" in kept.read_text() and len(list(kept.parent.iterdir())) == 1
-    assert not list(site.root.iterdir())
 
 
 @pytest.mark.slow

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from ftckpt.errors import ArenaError, ConfigError, PeerAuthError, SmpError
+from ftckpt.errors import ArenaError, SmpError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import clean_job, list_arenas, node_directory, remove_job_if_empty
 from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import JobLock
 from ftckpt.smp import client as client_module
-from ftckpt.smp.channel import HELLO, MAGIC, Trust, connect, socket_address
+from ftckpt.smp.channel import HELLO, MAGIC
 from ftckpt.smp.client import SmpClient, find_or_start
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.requests import MAX_REQUEST_BYTES
@@ -172,16 +170,6 @@ def test_a_second_one_says_so_and_ends(site: SmpSite) -> None:
     assert site.start().status()["pid"] == pid
 
 
-@pytest.mark.parametrize("stale", ["socket", "file"])
-def test_what_lies_in_place_of_the_socket_is_replaced(site: SmpSite, stale: str) -> None:
-    if stale == "file":
-        (site.node_dir / "smp.sock").write_text("x")
-    else:
-        with socket.socket(socket.AF_UNIX) as dead, socket_address(site.node_dir) as address:
-            dead.bind(address)
-    assert site.start().status()["node"] == NODE
-
-
 def test_one_of_another_version_is_replaced(site: SmpSite) -> None:
     old = python(OTHER_VERSION, site.node_dir)
     try:
@@ -202,30 +190,6 @@ def test_one_that_says_no_hello_is_replaced(site: SmpSite, monkeypatch: pytest.M
     assert proc(old, "stat").rpartition(")")[2].split()[0] == "T", "less time proves nothing"
     found = find_or_start(site.node_dir, site.root, JOB, NODE, timeout_secs=10)
     assert found.status(10)["pid"] != old
-
-
-def test_a_description_without_a_secret_puts_no_older_one_back(site: SmpSite) -> None:
-    client = site.start()
-    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
-    old, new = b"o" * 32, b"n" * 32
-    listening = {**description, "address": "127.0.0.1"}
-    client.configure({**listening, "secret": old.hex()})
-    port = client.status()["port"]
-    client.configure({**listening, "secret": new.hex()})
-    client.configure({**description, "settings": {"protect_timeout_secs": 100.0}})
-    with closing(connect(("127.0.0.1", port), 10)) as channel:
-        channel.greet(Trust(new), time.monotonic() + 10)
-    client.configure({**listening, "secret": old.hex()})
-    assert client.status()["port"] == port
-    with closing(connect(("127.0.0.1", port), 10)) as channel, pytest.raises(PeerAuthError):
-        channel.greet(Trust(new), time.monotonic() + 10)
-
-
-def test_what_it_refuses_is_of_the_class_that_says_what_to_do(site: SmpSite) -> None:
-    """Only who has chosen the secret can mend it: nothing is wrong with the SMP."""
-    description = {"job": JOB, "node": NODE, "places": {}, "groups": [], "mirror_from": {}}
-    with raises(ConfigError, "secret", "5 bytes"):
-        site.start().configure({**description, "secret": b"short".hex()})
 
 
 def test_it_guards_though_it_cannot_answer_other_nodes(site: SmpSite) -> None:
@@ -355,14 +319,6 @@ def test_its_own_memory_and_its_log_are_bounded(site: SmpSite) -> None:
     assert "unknown request 'the last'" in site.log, "the newest is kept"
 
 
-def test_its_memory_is_bounded_by_the_largest_package(site: SmpSite) -> None:
-    client = site.start()
-    pid = client.status()["pid"]
-    client.configure({**site.description(), "mirror_from": {"n1": {"dp0": 500 << 20, "dp1": 1000}}})
-    limits = next(line for line in proc(pid, "limits").splitlines() if line.startswith("Max data size"))
-    assert limits.split()[3] == str((1 << 30) + 3 * (500 << 20))
-
-
 @pytest.mark.parametrize("how", ["lock", "pulse"])
 def test_without_trainers_it_ends_and_arenas_stay(site: SmpSite, how: str) -> None:
     arena = arena_of(site)
@@ -443,13 +399,6 @@ def test_clean_takes_what_a_killed_one_left(site: SmpSite) -> None:
     until(lambda: not site.pids())
     assert {"smp.sock", "smp.lock", "smp.json", "smp.log", ".pulse"} <= site.files()
     assert remove_job_if_empty(site.root, JOB, NODE)
-    assert list(site.root.iterdir()) == []
-
-
-def test_it_ends_when_its_directory_is_gone_and_makes_no_new_one(site: SmpSite) -> None:
-    site.start()
-    shutil.rmtree(site.node_dir.parent)
-    until(lambda: not site.pids())
     assert list(site.root.iterdir()) == []
 
 
