@@ -42,6 +42,7 @@ from ftckpt.smp.ports import PortHold, listen_at
 from ftckpt.smp.requests import (
     BytesRequest,
     ChunkRequest,
+    ConfigureRequest,
     EndRequest,
     PackageRequest,
     ReportRequest,
@@ -590,6 +591,13 @@ class TestOfOneNode:
         node_server.listen("127.0.0.1", SECRET)
         with closing(Channel(dial(node_server))) as channel, pytest.raises(PeerAuthError):
             channel.greet(Trust(), soon())
+
+    def test_its_state_is_nobodys_business_on_the_network(self, node_server: Server) -> None:
+        node_server.listen("127.0.0.1", SECRET)
+        with closing(Channel(dial(node_server))) as channel:
+            channel.greet(SECRET, soon())
+            for request in (StatusRequest(), ConfigureRequest({}), EndRequest()):
+                assert exchange(channel, request, PATIENT).error
 
     def test_a_loop_that_stands_still_answers_nobody_and_holds_nobody(
         self, store: Store, events: Seen, tmp_path: Path
