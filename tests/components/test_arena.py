@@ -8,14 +8,12 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
-from ftckpt.memory import slots
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.checks import Checks
 from ftckpt.memory.control_block import SealId, SlotState
@@ -350,33 +348,3 @@ def test_every_byte_of_a_slot_with_sections_is_verified(arena: Arena) -> None:
 
 
 """The byte of the header; its checksum is wrong where it was flipped."""
-
-
-def test_a_slot_freed_or_allocated_while_a_reader_opens(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(arena, 1, 4)
-    opened = slots.open_mapping
-
-    def allocated_after(path: Path, *args: Any, **options: Any) -> Any:
-        try:
-            return opened(path, *args, **options)
-        finally:
-            if args[0] and path.name == "slot0.safetensors" and not arena.allocated(0):
-                arena.allocate(0)
-                write(arena, 0, 5)
-
-    def freed_before(path: Path, *args: Any, **options: Any) -> Any:
-        if args[0] and path.name == "slot0.safetensors" and arena.allocated(0):
-            arena.free(0)
-        return opened(path, *args, **options)
-
-    arena.free(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "open_mapping", allocated_after)
-        reader = Arena.open(arena.path)
-    assert not reader.verify(0)
-    reader.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "open_mapping", freed_before)
-        reader = Arena.open(arena.path)
-    assert not reader.allocated(0)
-    reader.close()

@@ -41,7 +41,7 @@ from ftckpt.session.replica_check import ReplicaTrust
 from tests.support.errors import raises
 from tests.support.waiting import until
 
-# --- the name of a snapshot: its forms, its order, and how an arena finds it ---
+# --- slots until their copies are sealed ---
 
 
 OLD, NEW = b"o" * 16, b"n" * 16

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
-import subprocess
-import sys
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +13,6 @@ from ftckpt.cli import main as cli
 from ftckpt.cli.answers import Answer
 from ftckpt.cli.main import COMMANDS, main
 from ftckpt.frameworks.versions import TESTED
-from tests.support.repository import ROOT
 
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() for example in command.examples]
 
@@ -58,34 +52,6 @@ def test_versions_are_those_found_and_whether_they_were_tested(
     first, torch, megatron, deepspeed = capsys.readouterr().out.splitlines()
     assert first.startswith("ftckpt ") and torch == "torch 2.13.0"
     assert megatron.endswith(": tested") and "not tested" in deepspeed and TESTED["DeepSpeed"][0] in deepspeed
-
-
-SLOW = """
-import time
-print("importing", flush=True)
-time.sleep(60)
-"""
-
-
-INTERRUPTIBLE = """
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-runpy.run_module("ftckpt", run_name="__main__")
-"""
-
-
-def test_an_interrupt_while_torch_is_imported_leaves_no_trace(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(SLOW)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", INTERRUPTIBLE, "check", "--device"]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None and running.stdout.readline() == "importing\n"
-        running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=60)
-    assert running.returncode == 130 and err == "ftckpt: interrupted\n"
 
 
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,9 @@ from pathlib import Path
 import pytest
 
 from ftckpt.cli.main import main
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.commit import CheckpointName
-from ftckpt.persist.files import FileStorage
-from ftckpt.persist.retention import pinned, void
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
-from tests.support.repository import is_golden
-from tests.support.snapshots import LINEAGE
 
 
 @pytest.fixture
@@ -86,29 +80,6 @@ def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys:
     assert main(["verify", str(filled), "--iteration", "7"]) == 0
 
 
-def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pin", str(filled), "7"]) == 0
-    shown = capsys.readouterr().out
-    storage = FileStorage(str(filled))
-    void(storage, [SnapshotId(LINEAGE, 8)])
-    assert main(["list", str(filled)]) == 0
-    is_golden("list", capsys.readouterr().out)
-    assert main(["verify", str(filled)]) == 0
-    assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000007")
-    assert main(["pin", str(filled), "8"]) == 0 and capsys.readouterr().out
-    for where in (["7"], []):  # the second time by its folder
-        words = [str(filled), *where] if where else [str(filled / "iter_0000007")]
-        assert main(["pin", *words, "--remove"]) == 0
-        shown += capsys.readouterr().out
-    is_golden("pin", shown)
-    assert main(["pin", str(filled)]) == 2 and "NAME" in capsys.readouterr().err
-    assert main(["pin", str(filled), "9"]) == 2
-    assert not lacks(capsys.readouterr().err, "iter_0000009") and pinned(storage) == {CheckpointName(8)}
-    storage.put("pins/iter_0000009", b"")
-    assert main(["list", str(filled)]) == 0
-    assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000009")
-
-
 KINDS: dict[str, dict[str, str]] = {
     "megatron-dist": {
         "iter_0000080/metadata.json": '{"sharded_backend": "torch_dist"}',
@@ -127,27 +98,6 @@ def make(kind: str, path: Path) -> None:
     for name, text in KINDS[kind].items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("megatron-dist", ("Megatron torch_dist", "iteration 80")),
-        ("megatron-legacy", ("Megatron", "format torch", "iteration 80")),
-        ("deepspeed", ("DeepSpeed checkpoint", "iteration 80")),
-        ("deepspeed-universal", ("DeepSpeed universal", "iteration 80")),
-        ("weights", ("Hugging Face", "safetensors")),
-        ("notes", ()),
-    ],
-)
-@pytest.mark.parametrize("command", ["list", "verify", "pin", "status", "clean", "save"])
-def test_what_is_of_another_kind_is_called_by_its_name(
-    command: str, kind: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(kind, there := tmp_path / "there")
-    assert main([command, str(there), *(["80"] if command == "pin" else [])]) == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in (str(there), *words)), told
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "convert"])

@@ -83,17 +83,6 @@ def prepare_both(block: ControlBlock) -> None:
     block.mark_whole(SnapshotId(OLD, 2))
 
 
-@pytest.mark.parametrize("name", MARKS)
-@pytest.mark.parametrize("bit", range(8))
-def test_a_bit_flip_in_either_copy_of_a_mark_loses_nothing(name: str, bit: int) -> None:
-    buffer, block = new_block()
-    mark(block, name, NEW, 7)
-    for at in (place + offset for place in MARKS[name] for offset in range(RECORD_BYTES)):
-        damaged = bytearray(buffer)
-        damaged[at] ^= 1 << bit
-        assert marked(ControlBlock(damaged), name) == (NEW, 7)
-
-
 def test_both_copies_of_whole_bad_is_an_error_not_never_whole() -> None:
     buffer, _ = new_block()
     for place in MARKS["whole"]:

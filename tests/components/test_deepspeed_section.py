@@ -61,26 +61,6 @@ def test_flags_and_section_are_merged() -> None:
     assert section.merged({"enabled": True, "interval": 2, "slots": 3}) == Config(enabled=True, interval=2, slots=3)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--ftckpt-memory-limit=4GiB", "4GiB"), ("--ftckpt-memory-limit=0", 0), ("--ftckpt-network-rate=2GB/s", "2GB/s"),
-     ("--ftckpt-events=ev", "ev"), ("--ftckpt-persist=stored", "stored"), ("--ftckpt-interval=auto", "auto")],
-)  # fmt: skip
-def test_one_value_is_no_disagreement_however_it_is_written(
-    flag: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings, _ = section.from_flags([flag])
-    ((name, _),) = settings.items()
-    section.configure(settings)
-    given = {"enabled": True, name: value}
-    assert str(getattr(section.merged(given), name)) == str(settings[name])
-    with pytest.raises(ConfigError):
-        section.merged(
-            {**given, name: {"memory_limit": "5GiB", "network_rate": "5GB/s", "interval": 3}.get(name, "3")}
-        )
-
-
 JSON = {"train_batch_size": 4, "ftckpt": {"enabled": True, "interval": 7}}
 
 

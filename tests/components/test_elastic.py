@@ -238,20 +238,3 @@ def test_a_process_group_of_torch_s_own_call_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with raises(LaunchError, "ftckpt.torch.init_process_group(config"):
         ftckpt.torch.attach(torch.nn.Linear(1, 1), None, config=Config(enabled=True))  # type: ignore[arg-type]
-
-
-def test_a_poll_of_the_store_is_no_wait_that_times_out() -> None:
-    """torch warns of each, ten times a second for as long as rank 0 is late."""
-    looks: list[str] = []
-
-    class Shared:
-        def check(self, keys: list[str]) -> bool:
-            looks.extend(keys)
-            return len(looks) > 2
-
-        def wait(self, *_: object) -> None:
-            raise AssertionError("it was waited for")
-
-    assert rendezvous._comes(Shared(), "go", 30.0) and looks == ["go"] * 3  # type: ignore[arg-type]
-    looks.clear()
-    assert not rendezvous._comes(Shared(), "go", 0.0)  # type: ignore[arg-type]

@@ -14,16 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ftckpt.config import Config
-from ftckpt.events import Events
 from ftckpt.memory import end_notes
 from ftckpt.memory.end_notes import ExitNote
 from ftckpt.memory.exit_watch import ExitWatch, exit_now
 from ftckpt.memory.heartbeat import RankHeartbeat
-from ftckpt.memory.launch_record import LauncherRun
 from ftckpt.memory.page import exit_status, owner_word
-from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.session.attempt import AttemptRecord
 from ftckpt.smp.liveness import DeathWatch
 from tests.support.errors import lacks
 from tests.support.killing import PIDFD_OPEN, PIDFD_SEND_SIGNAL
@@ -31,15 +26,6 @@ from tests.support.processes import run_python
 from tests.support.waiting import until
 
 # --- how an attempt has ended, as its node sees it and the next attempt reads it ---
-
-
-def memory_group(root: Path, name: str) -> Path:
-    """The counter of kills in the memory cgroup of processes, which is 0."""
-    (root / "self").mkdir()
-    (root / "self" / "cgroup").write_text(f"0::/{name}\n")
-    (root / name).mkdir(parents=True)
-    (counts := root / name / "memory.events").write_text("max 4\noom_kill 0\n")
-    return counts
 
 
 ALIVE = RankHeartbeat(0, 3, 77, 11, "forward", 5, 1, True)
@@ -150,26 +136,6 @@ def test_a_rank_that_loses_another_says_which(tmp_path: Path) -> None:
     assert [end.ranks for end in end_notes.read(tmp_path)] == [(1,), (2,), (5,)], "the cause is before what it made"
 
 
-def test_what_befalls_another_job_or_was_long_ago_is_no_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A group above that of the ranks counts every job of the node."""
-    memory_group(tmp_path, "slurm/job_1")
-    (tmp_path / "slurm" / "memory.events").write_text("oom_kill 0\n")
-    (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 0\n")
-    watch = DeathWatch(tmp_path, tmp_path)
-    assert watch.look([ALIVE]) == []
-    (tmp_path / "slurm" / "memory.events").write_text("oom_kill 1\n")
-    (end,) = watch.look([replace(ALIVE, lives=False)])
-    assert not lacks(end.text, "11") and "oom_kill" not in end.text
-    assert watch.look([replace(ALIVE, owner=78)]) == []
-    (tmp_path / "slurm" / "job_1" / "memory.events.local").write_text("oom_kill 1\n")
-    assert watch.look([replace(ALIVE, owner=78)]) == []
-    monkeypatch.setattr("ftckpt.smp.liveness._OOM_SECS", 0.0)
-    (end,) = watch.look([replace(ALIVE, owner=78, lives=False)])
-    assert not lacks(end.text, "11") and "oom_kill" not in end.text
-
-
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -199,20 +165,6 @@ def test_an_exception_is_the_last_word_of_a_rank(tmp_path: Path) -> None:
     done = ended_by(SCRIPT, tmp_path)
     assert done.returncode == 1 and not lacks(done.stderr, "ValueError"), "and it is shown as ever"
     assert [end.text for end in end_notes.read(tmp_path)] == ["rank 5: ValueError: loss is nan"]
-
-
-def test_the_next_attempt_forgets_them_once_it_trains(tmp_path: Path) -> None:
-    topology = Topology(0, (RankPlace({"dp": 0}, "n0"),), {"dp": 1})
-    (tmp_path / "dp0.12341234").mkdir()
-    end_notes.tell(tmp_path, ExitNote(1.0, "rank 0 ended without a word"))
-    attempt = AttemptRecord(Config(job="job"), topology, LauncherRun(""), Events(None, 0))
-    for _ in range(2):  # a start that fails before it trains leaves them
-        sight = attempt.look(tmp_path)
-        assert [end.text for end in sight.ends] == ["rank 0 ended without a word"]
-    attempt.begin([sight])
-    assert attempt.ends == ["node n0: rank 0 ended without a word"]
-    attempt.trains()
-    assert attempt.look(tmp_path).ends == ()
 
 
 # --- how processes have ended, seen by one that is not their parent ---

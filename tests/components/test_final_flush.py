@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,13 +16,9 @@ from ftckpt.memory.heartbeat import FlushState
 from ftckpt.memory.lineage_file import write_lineage
 from ftckpt.model.lineage import FIRST
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.commit import claim
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.shards import ShardImage
 from ftckpt.smp import final_flush
-from ftckpt.smp import flush as flushing
 from ftckpt.smp.requests import PersistRequest
-from tests.support.errors import lacks
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe
 from tests.support.snapshots import fill
@@ -76,47 +71,6 @@ def test_what_a_node_has_done_with_fewer_shards_is_not_all_that_is_to_be_done(jo
     assert committed(FileStorage(job.where)) == [7]
 
 
-def goes_on_as(job: Job, owner: str) -> None:
-    """The run ``owner`` begins."""
-    claim(FileStorage(job.where), owner, "job")
-    for smp, node in zip(job.smps, job.nodes, strict=True):
-        smp.pause()
-        smp.configure({**describe(node, job.nodes, Modes(), {}, **job.settings), "owner": owner})
-        smp.start()
-
-
-def test_a_save_that_hangs_in_storage_touches_nothing_of_the_next_run(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which writes the same snapshot, that it has restored, under the same names."""
-    standing, go_on, pieces_of = threading.Event(), threading.Event(), flushing.contents
-
-    def stand(shard: ShardImage, *rest: Any) -> Iterator[memoryview]:
-        for piece in pieces_of(shard, *rest):
-            if shard.image.manifest.shard == "dp3" and not standing.is_set():
-                standing.set()
-                go_on.wait(20)
-            yield piece
-
-    monkeypatch.setattr(flushing, "contents", stand)
-    monkeypatch.setattr(flushing, "_FILES", 1)
-    job.snapshot(0, 7)
-    job.start()
-    job.wait_checked(7)
-    goes_on_as(job, "save")
-    for smp in range(2):
-        asked(job, smp, PersistRequest("", 20.0, True))
-    until(standing.is_set)
-    goes_on_as(job, "the next run")
-    job.flush(7)
-    until(lambda: job.smps[0].events.of("flushed"))
-    with pytest.raises(AssertionError):
-        until(lambda: committed(FileStorage(job.where)), secs=1.0)
-    go_on.set()
-    job.settled(7)
-    job.check(FileStorage(job.where), 7)
-
-
 def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) -> None:
     """The newest that parity gives may be of the attempt before."""
     for arena in job.arenas:
@@ -136,33 +90,6 @@ def test_what_storage_has_of_a_later_attempt_is_not_given_up_for_less(job: Job) 
     status = saved(job, 0, requests)
     assert (status["flush"], status["iteration"]) == ("done", 9), status
     assert committed(FileStorage(job.where)) == [9]
-
-
-@pytest.mark.parametrize("claimed", [False, True])
-def test_another_training_of_this_name_leaves_nothing_unsaved(claimed: bool, job: Job, tmp_path: Path) -> None:
-    """It has saved more iterations to the same place; its memory was cleaned, and the job started from scratch."""
-    place, storage = tmp_path / "final", FileStorage(job.where)
-    place.mkdir()
-    final = FileStorage(str(place))
-    job.snapshot(0, 100)
-    job.start()
-    job.wait_checked(100)
-    request = PersistRequest(str(place), 20.0, True)
-    assert saved_by_both(job, request) == 100
-    for arena in job.arenas:
-        arena.control.void(0)
-        fill(arena, 1, 60, lineage=b"anew" + bytes(12))
-    job.wait_checked(60)
-    if claimed:
-        claim(final, "the training before", "job")
-        asked(job, 1, request)
-        assert saved(job, 0, request)["flush"] == "cannot"
-        told = [one["reason"] for smp in job.smps for one in smp.events.of("flush_failed")]
-        assert any(not lacks(reason, "job") for reason in told), told
-        return
-    for _ in range(2):
-        assert saved_by_both(job, request) == 60
-        assert committed(final) == [100, 60] and committed(storage) == []
 
 
 def saved_by_both(job: Job, request: PersistRequest) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -157,42 +157,6 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
     go_on.set()
     until(lambda: leftovers(job.where) == [], "gone")
     assert not job.smps[0].events.of("flush_failed")
-
-
-def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be removing files at that moment, and must not take those of its successor for its own."""
-    told, writes = list[tuple[str, int]](), threading.Event()
-    own_mark, withdraw = CheckpointTransaction.own_mark, CheckpointTransaction.withdraw
-
-    def begin(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
-        if pending.node == "a":
-            told.append(("begins", pending.snapshot.iteration))
-        return own_mark(pending)
-
-    def remove(pending: CheckpointTransaction) -> None:
-        if pending.node == "a":
-            with suppress(AssertionError):
-                until(lambda: ("begins", 8) in told, secs=0.5)
-            told.append(("removes", pending.snapshot.iteration))
-        withdraw(pending)
-
-    def stand(node: str) -> None:
-        if node == "a" and ("begins", 8) not in told:
-            writes.set()
-            until(lambda: (job.smps[0].tasks.flushes.current[0] or SnapshotId(LINEAGE, 7)).iteration == 8)
-
-    monkeypatch.setattr(CheckpointTransaction, "own_mark", begin)
-    monkeypatch.setattr(CheckpointTransaction, "withdraw", remove)
-    pieces_before(monkeypatch, stand)
-    for slot, iteration in enumerate((7, 8)):
-        job.snapshot(slot, iteration)
-    job.flush(7)
-    job.start()
-    assert writes.wait(20)
-    job.flush(8)
-    job.settled(8)
-    job.check(FileStorage(job.where), 8)
-    assert told == [("begins", 7), ("removes", 7), ("begins", 8)]
 
 
 def begun_by_b(monkeypatch: pytest.MonkeyPatch) -> list[int]:

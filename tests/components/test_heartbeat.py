@@ -112,24 +112,6 @@ def test_how_far_all_ranks_came_is_known_when_they_have_left(arena_root: Path) -
     assert again.furthest() == 6
 
 
-def test_when_an_iteration_began_is_told(arena_root: Path) -> None:
-    trainer, other, smp = (
-        Heartbeat.open(arena_root, 1),
-        Heartbeat.open(arena_root, 3),
-        Heartbeat.open(arena_root, None),
-    )
-    assert smp.began_secs() == 0
-    other.beat(4, "forward")
-    trainer.beat(4, "forward")
-    began = smp.began_secs()
-    assert 0 <= time.monotonic() - began < 60
-    other.beat(5, "forward")
-    trainer.beat(4, "backward")
-    assert smp.began_secs() == began, "by one rank of the node"
-    trainer.beat(5, "forward")
-    assert smp.began_secs() > began
-
-
 def test_the_smp_is_alive_while_it_beats(arena_root: Path) -> None:
     trainer, smp = Heartbeat.open(arena_root, 0), Heartbeat.open(arena_root, None)
     assert not trainer.smp_alive(60) and trainer.smp_beat()[0] == 0

@@ -81,34 +81,6 @@ def test_the_first_end_counts_and_the_process_that_came_to_it_may_begin_anew() -
     assert run.read() == RunOutcome()
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_what_another_job_came_to_ends_none(
-    code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A shell that runs one after the other with ``FTCKPT_RUN`` set. The runner sees no more than flags and
-    environment; whoever is named by neither is taken for the only one."""
-    monkeypatch.setenv("FTCKPT_RUN", "a")
-    monkeypatch.setattr(worker, "_run", lambda *given: 7)
-    launched().begin("one")
-    launched().end(code, "one has ended")
-    for words, ended in ((["--ftckpt-job", "two"], 7), (["--ftckpt-job=one"], code), ([], code)):
-        launched()
-        assert worker.main(["script", *words]) == ended
-    for job, over in (("two", None), ("one", code)):
-        monkeypatch.setenv("FTCKPT_JOB", job)
-        launched()
-        assert launcher.code_if_over() == over
-        launched()
-        assert launcher.code_if_over("two") is None, "what is configured comes before the environment"
-    monkeypatch.setenv("FTCKPT_JOB", "two")
-    launched()
-    launcher.refuse(ConfigError("two is wrong"))
-    assert "two is wrong" in capfd.readouterr().err
-    launched()
-    assert launcher.code_if_over() == 2
-    assert launcher.code_if_over("one") is None
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"code": 2, "more": 1}', "\x00\xff"])
 def test_a_record_that_cannot_be_read_ends_nothing(folder: Path, content: str) -> None:
     run = LauncherRun("a")

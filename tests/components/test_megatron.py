@@ -205,18 +205,6 @@ def test_the_loop_is_replaced_as_it_is_imported_and_reloaded() -> None:
     assert not replaced(training) and not megatron_deepspeed._loops
 
 
-@pytest.mark.usefixtures("package")
-def test_a_loop_that_was_there_before_is_seen_as_it_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    deepspeed: Any = ModuleType("deepspeed")
-    deepspeed.initialize = deepspeed.init_distributed = lambda: None
-    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    initialize.remove()  # what importing ftckpt.deepspeed has put there
-    training = importlib.import_module("megatron.training")  # of the folder
-    initialize.install()
-    importlib.reload(training)
-    assert replaced(training) == list(NAMES)
-
-
 def test_the_loop_is_made_to_stand_where_it_stood() -> None:
     counters, sums = LoopCounters(Namespace(**COUNTED)), {"lm loss": torch.ones(1)}
     assert not counters.sums.follow({"lm loss": torch.ones(())}, sums)

@@ -317,26 +317,6 @@ def test_reads_and_what_is_received_have_limits_of_their_own(clock: Clock, which
     assert (read, received) == pytest.approx(expected, abs=0.1)
 
 
-def test_what_is_sent_has_the_same_limit(clock: Clock) -> None:
-    limited, begun, sent, refused = pace(clock, network_rate=1e6), clock.now, 0, 0
-    while clock.now < begun + 10:
-        turn = limited.send(100_000)
-        try:
-            while True:
-                clock.now += next(turn)
-        except StopIteration as end:
-            sent += 100_000 * end.value
-    assert sent / 1e6 == pytest.approx(10, rel=0.05)
-    turns = [limited.send(100_000) for _ in range(50)]  # of as many threads, at once
-    for turn in turns:
-        try:
-            next(turn)
-        except StopIteration as end:
-            refused += not end.value
-    assert refused >= 44, "who would have to wait long asks again"
-    assert sum(clock.spend(limited.receive()) for _ in range(9)) == 0, "each way has its own"
-
-
 @pytest.mark.parametrize("way", ["send", "receive", "memory"])
 def test_each_thread_lets_training_go_first(clock: Clock, way: str) -> None:
     held, waited = pace(clock, copying=lambda: True, network=lambda: True), []

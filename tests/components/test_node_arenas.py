@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from contextlib import closing
@@ -20,7 +19,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
 from tests.support.arenas import SHARE, Rank, complete, end, on_all, ranks, settle, start, stop
-from tests.support.killing import fails_with
 from tests.support.snapshots import LINEAGE, fill, seal, write
 
 KEEP = SnapshotId(LINEAGE, 4)
@@ -154,42 +152,6 @@ def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.Mon
             assert {3, 4} <= {snapshot.iteration for snapshot in arena.snapshots()}
             arena.lock(0)  # it was unlocked
         member.arena = None
-    end(members)
-    assert list(arena_root.iterdir()) == []
-
-
-def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = trained(arena_root, 1)
-    on_all(members, replace)
-    on_all(members, lambda member: fill(member.have, 0, 6, hashed=True))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
-        assert on_all(members, finish) == [[]]
-    (member,) = members
-    assert member.events.all[-1][0] == "arena_problem" and str(member.events.all[-1][1])
-    assert not member.have.verify(0) and not member.have.allocated(1) and files(member) == [1]
-    assert complete(member) == [1] and complete(member) == []
-    fill(member.have, 1, 7, hashed=True)
-    assert not member.have.verify(1)
-    end(members)
-
-
-@pytest.mark.parametrize("share", [SHARE, MORE])
-def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, int], share: int) -> None:
-    """Both the old arena and the new one lack a slot; the job may start with the manifest of either."""
-    killed = trained(arena_root)
-    on_all(killed, replace)
-    stop(killed)
-    members = ranks(arena_root, 2)
-    peaks.clear()
-    on_all(members, lambda member: start(member, share, KEEP))
-    large = SlotImage.of(members[0].manifest(MORE)).file_bytes
-    assert max(peaks.values(), default=0) <= 2 * large
-    on_all(members, complete)
-    assert [files(member) for member in members] == [[2] if share == SHARE else [1, 1]] * 2
-    on_all(members, lambda member: fill(member.have, 1 if share == SHARE else 0, 6, hashed=True))
-    on_all(members, finish)
-    assert [files(member) for member in members] == [[2]] * 2
     end(members)
     assert list(arena_root.iterdir()) == []
 

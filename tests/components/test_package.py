@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from ftckpt.model.snapshot import SnapshotId
 from tests.support import snapshots
 from tests.support.errors import raises
 from tests.support.killing import fails_with
-from tests.support.processes import running_python
 
 WEIGHTS = Fragment.whole("w", "F32", (64, 100), Box((0, 0), (64, 100)))
 RNG = Fragment.whole("rng", "U8", (9000,), Box((0,), (9000,)))
@@ -162,16 +160,6 @@ print("up", flush=True)
 while True:
     store(Path(sys.argv[1]), data)
 """
-
-
-def test_a_kill_while_it_is_stored_leaves_the_old_or_the_new(node_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "new").write_bytes(changed(objects=b"later"))
-    for round_ in range(5):
-        path = store(node_dir, hand_made().encode())
-        with running_python(STORE, node_dir, tmp_path / "new"):
-            time.sleep(0.001 * round_)  # any instant
-        assert load(path).objects in (b"objects", b"later")
-        assert len(list_packages(node_dir)) == 1
 
 
 def test_a_slot_given_up_while_it_is_read_is_no_package(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from ftckpt.cli.plan_outlook import (
 )
 from ftckpt.config import Config
 from ftckpt.parity.survive import Forecast
-from tests.support.errors import lacks
 
 
 def started(nodes: int, group: int, losses: int = 1) -> StartPlan:
@@ -70,21 +69,6 @@ def test_the_published_case_of_gemini() -> None:
     # A package has three keepers: 16 of the 560 cases lose one, although each group has a node left.
     three = grouped_share([(2, 1)] * 8, 3) - 16 / 560
     assert sampled_share(forecast_of(planned), 3, 4000) == pytest.approx(three, abs=0.02)
-
-
-@pytest.mark.parametrize(("nodes", "group"), [(6, 6), (12, 6), (16, 4)])
-def test_the_published_case_of_reft(nodes: int, group: int) -> None:
-    """A group with a parity block per stripe survives one node: p^n + n p^(n-1) (1 - p), for each of the groups."""
-    planned, num = started(nodes, group), nodes // group
-    for lost_at_once in (1, 2):
-        closed = grouped_share([(group, 1)] * num, lost_at_once)
-        assert share_survived(planned, lost_at_once) == pytest.approx(closed)
-        assert sampled_share(forecast_of(planned), lost_at_once, 2000) == pytest.approx(closed, abs=0.03)
-    good = 0.97
-    formula = (good**group + group * good ** (group - 1) * (1 - good)) ** num
-    cases = range(nodes + 1)
-    by_number = [math.comb(nodes, k) * (1 - good) ** k * good ** (nodes - k) for k in cases]
-    assert sum(by_number[k] * grouped_share([(group, 1)] * num, k) for k in cases) == pytest.approx(formula)
 
 
 def test_a_group_may_lose_as_many_as_it_has_parity_for() -> None:
@@ -150,23 +134,6 @@ def test_names_stand_for_their_numbers(capsys: pytest.CaptureFixture[str]) -> No
     other = planned_json(capsys, f"{JOB} --params 8b --node-memory 1TB --network-rate 1GB/s")
     assert other["state"]["bytes"] == 96e9 and other["network_limit"]["bytes_per_sec"] == 1e9
     assert other["verdict"]["node_memory"] == 10**12
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--model llama3-70b --cluster dgx-h100 --tp 3 --dp 8", "--tp 3 8192"),
-        ("--model llama3-8b --cluster dgx-h100 --pp 64", "--pp 64 32"),
-        ("--model llama3-8b", "--gpus-per-node --cluster"),
-        ("--cluster dgx-h100", "--params --model"),
-        ("--model llama9 --cluster dgx-h100", "--model llama9"),
-        (f"{JOB} --iteration-time 5", "--iteration-time 5"),
-        (f"{JOB} --node-mtbf 0s", "--node-mtbf 0s"),
-    ],
-)
-def test_what_names_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    assert not lacks(capsys.readouterr().err, *text.split())
 
 
 def test_a_failure_costs_more_the_further_a_restart_reaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,14 +220,3 @@ def test_broken_lines_are_left_out_and_break_nothing(tmp_path: Path, data: st.Da
         timeline = None
     text = render(read_history(tmp_path), timeline, Additions())
     check_page(text.encode("utf-8", "replace").decode())
-
-
-def test_a_number_too_large_for_a_float_is_a_broken_line(tmp_path: Path) -> None:
-    lines = [dict(line) for line in LINES]
-    protection = next(line for line in lines if line["event"] == "protection")
-    protection["memory_per_node"] = {**protection["memory_per_node"], "slots": 10**400}
-    (tmp_path / "events").mkdir()
-    for name in ("rank0", "smp-n0"):
-        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        (tmp_path / "events" / f"{name}.jsonl").write_bytes(content)
-    check_page(render(read_history(tmp_path), None, Additions()))

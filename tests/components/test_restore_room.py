@@ -26,13 +26,11 @@ from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.memory.package import package_path
 from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision, Findings, Query, decide, worth_keeping
 from ftckpt.restore.room import Need, make_room
-from ftckpt.session.protection import Arrangement
 from tests.support import choosing, protected
 from tests.support.errors import raises
 from tests.support.protected import Job, build, contents
@@ -190,35 +188,6 @@ def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:
 
 
 # --- room for protection ---
-
-
-def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes with them; until then what is new comes on top."""
-    new = replace(job, stepped=job.stepped + 50_000)
-    monkeypatch.setattr(protected, "SLOTS", 1)
-    directory = job.node_dir("a")
-    old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/[sp]*"))
-    old_packages = sum(path.stat().st_blocks * 512 for path in directory.glob(".mirror/*"))
-    assert old_packages > 0 and len(list_parity(directory)) == 4
-    holdings, groups = protected.holdings(job), protected.file_groups(job)
-    same = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
-    parity = sum(name.path.stat().st_blocks * 512 for name in list_parity(directory))
-    found = same.account("a", directory, 1 << 20, 4)
-    assert found.now_bytes == found.later_bytes == (1 << 20) - parity - old_packages
-    for rank in range(2):
-        Arena.create(directory, new.manifest(rank), 4, 1).close()
-    holdings, groups = protected.holdings(new), protected.file_groups(new)
-    anew = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
-    slots = sum(SlotImage.of(new.manifest(rank)).file_bytes for rank in range(2))
-    found = anew.account("a", directory, 1 << 20, 4)
-    assert found.now_bytes == (1 << 20) - old_packages, "the same shards: packages are written over"
-    assert found.later_bytes == found.now_bytes + 3 * slots - old_bytes
-    kept = {f"dp{rank}": nodes for rank, nodes in enumerate(mirrors(holdings, PEER).values()) if rank}
-    found = replace(anew, mirrors=kept).account("a", directory, 1 << 20, 4)
-    assert found.now_bytes == 1 << 20, "packages of a snapshot that has other shards go with the old arenas"
-    assert found.later_bytes == (1 << 20) + 3 * slots - old_bytes - old_packages
-    modes = replace(same, groups=[]).account("a", directory, 1 << 20, 4)
-    assert modes.now_bytes == (1 << 20) - old_packages, "parity of a mode that is not used any more stays"
 
 
 # --- room for a rebuild ---

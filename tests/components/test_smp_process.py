@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +29,6 @@ from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import load_description, store_description
 from ftckpt.smp.reports import MarkHistory, packed, unpacked
 from ftckpt.smp.requests import PersistRequest
-from ftckpt.smp.server import Server
-from ftckpt.smp.task_queue import TaskQueue
 from tests.support.mounting import rank_elsewhere
 from tests.support.processes import run_python
 from tests.support.smps import JOB, NODE, SmpSite, answers, site_at
@@ -69,31 +66,6 @@ def test_a_look_that_fails_is_told_once_and_taken_again(
     assert len(warnings) == 2 and all("vanished" in record.getMessage() for record in warnings), (
         "again after a good one"
     )
-
-
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_loop_that_finds_nothing_to_do_looks_less_often(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
-) -> None:
-    """And as often as before once there was something, or while what is under way waits for something."""
-    waits: list[float] = []
-    monkeypatch.setattr(daemon, "time", SimpleNamespace(monotonic=lambda: 5.0 + sum(waits), time=time.time))
-    monkeypatch.setattr(TaskQueue, "step", lambda self, deadline: len(waits) == 20)
-    monkeypatch.setattr(TaskQueue, "busy", busy)
-
-    def poll(self: Server, timeout_secs: float) -> None:
-        waits.append(timeout_secs)
-        if len(waits) == 30:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Server, "poll", poll)
-    smp = Daemon(arena_root, "test", "node", idle_secs=60.0)
-    smp.run()
-    if busy:
-        assert waits == [0.02] * 20 + [0.0] + [0.02] * 9
-    else:
-        assert waits == [*sorted(waits[:20]), 0.0, *sorted(waits[21:])]
-        assert waits[0] == waits[21] == 0.02 and waits[19] == waits[29] == 0.1 and sum(waits[:20]) > 1.3
 
 
 def test_trainers_are_told_of_an_end_before_the_log_is_kept_elsewhere(
@@ -230,14 +202,6 @@ def test_what_one_rank_has_not_or_of_another_lineage_is_whole_nowhere() -> None:
     one, other = SnapshotId(ONE, 10), SnapshotId(OTHER, 10)
     assert marks_of(one, one) == one
     assert [marks_of(*marks) for marks in ((), (one, None), (None, None), (one, other))] == [None] * 4
-
-
-def test_what_comes_more_often_than_anybody_looks_has_no_rate() -> None:
-    history = MarkHistory(0.5)
-    for iteration in range(10):
-        history.note(SnapshotId(ONE, 5 * iteration), iteration / 2)
-    said = history.fields(5.0)
-    assert said is not None and said["every_secs"] is None and said["every_iterations"] is None
 
 
 def test_protection_is_packed_and_what_is_none_is_refused() -> None:

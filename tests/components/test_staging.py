@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -14,7 +13,7 @@ from ftckpt.restore import staging as staging_module
 from ftckpt.restore.redistribute import Strip
 from ftckpt.restore.staging import StagingBuffers, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
-from tests.gpu.fake_device import SECS, FakeDevice, install
+from tests.gpu.fake_device import FakeDevice, install
 
 NUM, NBYTES = 40, 1000
 THREADS = 3
@@ -113,41 +112,6 @@ def test_memory_is_not_lent_to_others_before_the_device_has_taken_it(fake: FakeD
     staging.settle()
     gc.collect()
     assert all(one() is None for one in made) and (targets[:THREADS, 0] == torch.arange(1, THREADS + 1)).all()
-
-
-@pytest.mark.parametrize("fake", ["batch"], indirect=True)
-def test_pinned_memory_is_made_and_freed_by_threads(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each thread of a reading, and not more than is to be read; a reading waits until they are there."""
-    go, freed, named = threading.Event(), list[str](), threading.current_thread
-
-    def make(nbytes: int) -> torch.Tensor:
-        assert go.wait(SECS) and named().name == "ftckpt-pinned"
-        return fake.pinned_memory(nbytes)
-
-    def empty() -> None:
-        assert go.wait(SECS)
-        fake.check_thread()
-        freed.append(named().name)
-
-    monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
-    monkeypatch.setattr(staging_module, "MESSAGE_BYTES", NBYTES)
-    monkeypatch.setattr(staging_module, "pinned_memory", make)
-    for nbytes, number in ((100 * NBYTES, 2 * THREADS), (4 * NBYTES - 1, 4), (0, 0)):
-        fake.staging.clear()
-        go.clear()
-        pinned = pin_ahead(nbytes, THREADS)
-        threading.Timer(0.05, go.set).start()
-        if number:
-            StagingBuffers()
-            assert [one.numel() for one in fake.staging] == [NBYTES] * number
-        pinned.join()
-        go.clear()
-        freed.clear()
-        freeing = free_pinned()
-        assert not freed
-        go.set()
-        freeing.join()
-        assert freed == ["ftckpt-pinned"]
 
 
 def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,23 +188,6 @@ def test_what_has_no_room_on_the_device_goes_to_the_slot_at_once(
     assert_holds(slot, copies, boundary)
 
 
-def test_a_seal_that_fails_drops_the_snapshot_before_the_wait(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-
-    def fail() -> None:
-        raise OSError("no seal")
-
-    with prepared([slot], CPU) as copier:
-        seen = Landings(copies, slot, arrived=fail)
-        copier.start(tensors, seen.flight, Always())
-        seen.wait()
-        assert not copier.fence(seen.flight, SECS)
-        assert seen.flight.cancel()
-    assert isinstance(seen.flight.error, OSError)
-    assert not seen.arrived
-    assert not fake.compute.waits
-
-
 class HeldUp(Always):
     """Two turns, and a third once somebody lets it."""
 

@@ -86,24 +86,6 @@ def test_gates_that_the_device_has_not_reached_do_not_hold_up_the_fence_for_ever
         assert len(fake.compute.waits) == 1 or not pinned
 
 
-def test_a_moment_that_could_not_be_taken_is_no_gate(fake: FakeDevice) -> None:
-    """While a graph is captured: copies follow those before them, and nothing is measured."""
-    slot = slot_for(4)
-    with prepared([slot], CPU) as copier:
-        run = Run(fake, copier, slot, 4)
-        fake.capturing = True
-        assert run.clock.mark() is None
-        for place in range(1, 9):
-            run.bubbles.enter(place, KINDS[place], run.clock.mark())
-        fake.capturing = False
-        run.start()
-        assert run.flight.submitted.wait(SECS)
-        run.fence_and_step()
-        run.finish()
-    assert run.clock.secs(run.marks[0], None) is None
-    assert run.clock.secs(None, run.marks[0]) is None
-
-
 def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None:
     num = 10
     slot = slot_for(num)

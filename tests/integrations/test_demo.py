@@ -124,24 +124,6 @@ def test_report_and_verdict(equal: bool, reference: Run, tmp_path: Path, capsys:
     assert "hashes of final tensors compared" in text and "launch/demo.sh --scene &#39;&lt;script&gt;&#39;" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "PREPARES megatron,metrics,report"),
-        (["--scene", "all"], "PREPARES megatron,metrics,report"),
-        (["--scene", "rank", "--framework", "deepspeed"], "PREPARES deepspeed,metrics,report"),
-        (["--framework=deepspeed", "--scene", "rank"], "PREPARES deepspeed,metrics,report"),
-        (["--framework", "jax"], "FAILS --framework: 'jax' is not one of megatron, deepspeed"),
-    ],
-)
-def test_the_script_installs_the_framework_that_is_asked_for(tmp_path: Path, words: list[str], told: str) -> None:
-    (tmp_path / "demo.sh").write_text((REPOSITORY / "launch" / "demo.sh").read_text())
-    stand_in = "prepare() { echo PREPARES $1; exit; }\nfail() { echo FAILS $*; exit 1; }\n"
-    (tmp_path / "environment.sh").write_text(stand_in)
-    ran = subprocess.run(["bash", tmp_path / "demo.sh", *words], capture_output=True, text=True, check=False)
-    assert ran.stdout.splitlines() == [told], ran.stderr
-
-
 @contextlib.contextmanager
 def start_demo(out: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The demo as a process, and the value by which everything it starts is known."""

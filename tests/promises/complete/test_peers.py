@@ -19,8 +19,8 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import Channel
-from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
-from tests.support.smp_nodes import CHUNK, Node, Smp, check_parity, describe, parity_of
+from ftckpt.smp.requests import ChunkRequest
+from tests.support.smp_nodes import Node, Smp, check_parity, describe, parity_of
 from tests.support.snapshots import LINEAGE
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -176,49 +176,6 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     until(lambda: cluster.smps[0].tasks.status()["encoding"] and cluster.nodes[0].checked(1), "under way")
     cluster.encode(1, 2)
     assert cluster.check(2) >= 2 and not cluster.nodes[0].encoded(1)
-
-
-def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way: dict[str, int] = {}
-    most = 0
-    request, take = chunk_source.Sources.request, chunk_source.Sources.take
-
-    def requested(self: Any, node: str, wanted: BytesRequest, at_most: int) -> Any:
-        nonlocal most
-        fetch = yield from request(self, node, wanted, at_most)
-        if isinstance(wanted, PackageRequest) and self.node == "n1":
-            under_way[wanted.shard] = at_most  # by shard: what its node did not have yet is requested anew
-            most = max(most, sum(under_way.values()))
-        return fetch
-
-    def taken(self: Any, node: str, fetch: Any, problem: Any) -> Any:
-        data = yield from take(self, node, fetch, problem)
-        if isinstance(fetch.request, PackageRequest):
-            assert len(data) <= fetch.at_most < len(data) + (64 << 10), "what may come is known beforehand"
-            del under_way[fetch.request.shard]
-        return data
-
-    monkeypatch.setattr(chunk_source.Sources, "request", requested)
-    monkeypatch.setattr(chunk_source.Sources, "take", taken)
-    cluster.build([[0, 1, 2, 3, 4], [5]], PEER, start=False)
-    size = cluster.nodes[0].holdings()[0].package_bytes
-    monkeypatch.setattr("ftckpt.smp.encode.PULLED_BYTES", int(2.5 * size))
-    for node in cluster.nodes:
-        node.snapshot(0, 1)
-    cluster.target(1)
-    cluster.smps[0].start()
-    smp = cluster.smps[1].start()
-    until(lambda: cluster.nodes[1].encoded(1), "encoded")
-    assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
-    assert smp.tasks.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test", "wait_secs": 0.0}
-
-
-def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, network_rate="200kB/s")
-    cluster.encode(0, 1)
-    for smp in cluster.smps:
-        [covered] = smp.events.of("covered")
-        assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
 
 
 @pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))

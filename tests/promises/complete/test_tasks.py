@@ -283,18 +283,6 @@ def test_a_bad_slot_that_was_put_right_is_checked(node: Node, smp: Smp, how: str
     assert smp.tasks.cannot is None
 
 
-def test_a_torn_package_is_not_taken_for_one(node: Node, smp: Smp) -> None:
-    smp.encode(0, 7)
-    smp.pause()
-    path = next(mirror_dir(node.dir).glob("dp1.*"))
-    path.write_bytes(path.read_bytes()[:-1])
-    smp.configure(describe(node, [node], NODE, {}, smp_rate="1GB/s"))
-    assert node.states(7) == [CheckState.CHECKED] * 3, "ENCODED is revoked"
-    smp.start()
-    until(lambda: node.encoded(7), "encoded again")
-    assert node.packages(7) == ["dp0", "dp1", "dp2"]
-
-
 def kept_iterations(node: Node) -> set[int]:
     """Iterations with packages."""
     return {int(path.name.rpartition(".")[2]) for path in mirror_dir(node.dir).iterdir()}

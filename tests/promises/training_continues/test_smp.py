@@ -56,22 +56,6 @@ held = JobLock(node_dir, 0) if how == "lock" else Heartbeat.open(node_dir, 0, 0)
 print("up", flush=True)
 time.sleep(100)  # until it is killed
 """
-OTHER_VERSION = """
-import socket, sys
-from pathlib import Path
-from ftckpt.smp.channel import socket_address
-from ftckpt.memory.locks import FileLock
-node_dir = Path(sys.argv[1])
-lock = FileLock(node_dir / "smp.lock", 0, "it", "")
-with socket.socket(socket.AF_UNIX) as listening, socket_address(node_dir) as address:
-    listening.bind(address)
-    listening.listen()
-    print("up", flush=True)
-    while True:
-        connection, _ = listening.accept()
-        connection.recv(48, socket.MSG_WAITALL)
-        connection.sendall(b"FTCKSMP9" + bytes(40))
-"""
 ANON_LIMIT_BYTES = 64 << 20
 
 
@@ -168,17 +152,6 @@ def test_a_second_one_says_so_and_ends(site: SmpSite) -> None:
         assert "Traceback" not in run.stderr and not run.stdout
     until(lambda: site.pids() == [pid])  # a detached one tells why before it has gone
     assert site.start().status()["pid"] == pid
-
-
-def test_one_of_another_version_is_replaced(site: SmpSite) -> None:
-    old = python(OTHER_VERSION, site.node_dir)
-    try:
-        with pytest.raises(SmpError, match="version"):
-            SmpClient(site.node_dir, site.root, JOB, NODE).status()
-        assert site.start().status()["pid"] != old.pid and old.wait(10) == -signal.SIGTERM
-    finally:
-        old.kill()
-        old.communicate(timeout=10)
 
 
 def test_one_that_says_no_hello_is_replaced(site: SmpSite, monkeypatch: pytest.MonkeyPatch) -> None:
