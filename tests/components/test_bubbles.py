@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -225,20 +224,6 @@ def test_a_dropped_snapshot_takes_nothing_from_the_next() -> None:
 
 class Event:
     """An event of a device."""
-
-
-@pytest.mark.parametrize("queued", [True, False])
-def test_events_do_not_pile_up_where_nobody_asks(queued: bool) -> None:
-    """Not between snapshots, nor without a plan."""
-    bubbles, held = Bubbles(queued), list[weakref.ref[Event]]()
-    for plan in (None, PLAN):
-        bubbles.begin(64, plan)
-        for _ in range(3):
-            for place, kind in enumerate(PLACES):
-                bubbles.enter(place, kind, event := Event())
-                held.append(weakref.ref(event))
-                del event
-            assert not any(event() for event in held)
 
 
 def test_what_a_step_owes_is_not_held_against_the_fence() -> None:

@@ -154,14 +154,7 @@ def test_state_that_a_loaded_checkpoint_has_reordered_gives_the_same_fragments()
     assert described(begun) == described(dict(reversed(begun.items())))
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.ones(3), "3 4"),
-        (torch.ones(4, 4).t()[0], ""),
-        ("text", ""),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [(torch.ones(3), "3 4"), (torch.ones(4, 4).t()[0], ""), ("text", "")])
 def test_state_of_another_kind_is_refused_by_name(value: Any, message: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     part = ParameterRange(parameter, 0, parameter, parameter)

@@ -346,18 +346,6 @@ def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_befor
     assert not StorageCatalog(None, (stored,)).selected(Selection(FIRST.branch(6))).snapshots
 
 
-def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
-    job = Job(arena_root, where, persist_rate="2MB/s")
-    job.start()
-    job.snapshot(0, 7)
-    job.wait_checked(7)
-    job.flush(7)
-    nbytes = sum(arena.image.file_bytes for arena in job.nodes[0].arenas)
-    took_secs = until(lambda: job.states(7) == [FlushState.DONE] * 2)
-    assert took_secs > 0.7 * nbytes / 2e6
-    job.close()
-
-
 def guarded(node: Node) -> MonitoredArenas:
     arenas = MonitoredArenas(node.dir)
     arenas.want([arena.path.name for arena in node.arenas])

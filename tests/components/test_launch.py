@@ -119,15 +119,10 @@ def test_processes_are_bound_to_their_cores(standins: Standins) -> None:
     ("arguments", "message"),
     [
         ([], "--job"),
-        (["--job", "a/b", "S"], "--job a/b"),
-        (["--job"], "--job"),
-        (["--job", "a"], ""),
         (["--job", "a", "missing.py"], "missing.py"),
         (["--job", "a", "--nods", "2", "S"], "--nods"),
         (["--job", "a", "--nodes", "two", "S"], "--nodes two"),
-        (["--job", "a", "--nodes", "4:2", "S"], "--nodes 2 4"),
         (["--job", "a", "--nodes", "2", "S"], "2 --endpoint"),
-        (["--job", "a", "--runner", "a b", "S"], "--runner"),
         (["--job", "a", "--nproc", "3", "--cores", "0 1", "S"], "--cores 2 3"),
         (["--job", "a", "--flags", "none.flags", "S"], "--flags none.flags"),
         (["--job", "a", "S", "--ftckpt-persist", "/s", "--ftckpt-job", "b"], "--job"),
@@ -140,11 +135,9 @@ def test_what_is_wrong_is_said(standins: Standins, arguments: list[str], message
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["S"], ""),
         (["--job", "a", "--hostfile", "none", "S"], "--hostfile"),
         (["--job", "a", "--nodes", "2", "S"], "--nodes 2 --hostfile"),
         (["--job", "a", "--port", "80", "S"], "--port 80 1024"),
-        (["--job", "a"], ""),
     ],
 )
 def test_what_is_wrong_with_a_deepspeed_launch_is_said(
@@ -511,18 +504,12 @@ def test_what_is_done_on_the_first_node_needs_no_step(standins: Standins, script
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
     [
-        (
-            ["S"],
-            {"SLURM_JOB_ID": ""},
-            "SLURM_JOB_ID SLURM_JOB_NODELIST",
-        ),
+        (["S"], {"SLURM_JOB_ID": ""}, "SLURM_JOB_ID SLURM_JOB_NODELIST"),
         (["S"], {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_ID SLURM_JOB_NODELIST"),
         (["S"], {"SLURM_SUBMIT_DIR": "/usr"}, "launch/slurm.sh /usr"),
         (["S"], {"FTCKPT_SETUP": "/nowhere"}, "FTCKPT_SETUP /nowhere"),
         (["--nodes", "3", "S"], {}, "--nodes 3 2"),
-        (["--nodes", "1:3", "S"], {}, "--nodes 3 2"),
         (["S", "--ftckpt-job=a"], {}, "--job"),
-        ([], {}, ""),
     ],
 )
 def test_what_is_wrong_with_a_batch_is_said(

@@ -52,13 +52,7 @@ def test_a_name_gives_its_sizes_in_any_order(sizes: dict[str, int], order: Any) 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("", ""),
-        ("tp2,pp2", "tp2,pp2"),
-        ("tp0", "tp0"),
-        ("tp2sp2", "sp"),
-        ("tp2pp2tp4", "tp2pp2tp4 tp"),
-    ],
+    [("", ""), ("tp2,pp2", "tp2,pp2"), ("tp0", "tp0"), ("tp2sp2", "sp"), ("tp2pp2tp4", "tp2pp2tp4 tp")],
 )
 def test_a_wrong_name_is_refused_by_its_reader_and_at_start(name: str, message: str) -> None:
     with raises(LayoutError, *message.split()):

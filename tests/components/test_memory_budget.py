@@ -16,15 +16,7 @@ from ftckpt.errors import MemoryBudgetError
 from ftckpt.memory import ledger, memory_limits
 from ftckpt.memory import ledger as ledger_module
 from ftckpt.memory.directory import SMP_LOCK_NAME, clean_job, node_directory
-from ftckpt.memory.ledger import (
-    FileKind,
-    Ledger,
-    LedgerEntry,
-    name_other_jobs,
-    refusal,
-    require,
-    slots_to_allocate,
-)
+from ftckpt.memory.ledger import FileKind, Ledger, LedgerEntry, name_other_jobs, refusal, require, slots_to_allocate
 from ftckpt.memory.locks import FileLock, JobLock
 from ftckpt.memory.mapping import create_mapping
 from ftckpt.memory.memory_limits import check_budget, may_hang, room_in

@@ -183,10 +183,7 @@ def test_a_scheduler_that_is_not_what_was_saved_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "text"),
-    [
-        ({}, "AssertionError 0.002 0.001"),
-        ({"override_opt_param_scheduler": True}, "max_lr 0.002 0.001"),
-    ],
+    [({}, "AssertionError 0.002 0.001"), ({"override_opt_param_scheduler": True}, "max_lr 0.002 0.001")],
 )
 def test_settings_that_differ_are_refused_whatever_megatrons_flags_say(flags: dict[str, bool], text: str) -> None:
     with raises(MismatchError, "OptimizerParamScheduler", *text.split()):

@@ -15,17 +15,7 @@ import xxhash
 from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import list_arenas, node_directory
-from ftckpt.memory.package import (
-    Package,
-    list_packages,
-    load,
-    mirror_dir,
-    pack,
-    package_path,
-    prune,
-    store,
-    unpack,
-)
+from ftckpt.memory.package import Package, list_packages, load, mirror_dir, pack, package_path, prune, store, unpack
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
 from ftckpt.model.snapshot import SnapshotId

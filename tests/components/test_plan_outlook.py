@@ -15,14 +15,7 @@ from ftckpt.cli.main import main
 from ftckpt.cli.plan_holdings import StartPlan, plan
 from ftckpt.cli.plan_job import add_shape, job_of
 from ftckpt.cli.plan_names import CLUSTERS, MODELS
-from ftckpt.cli.plan_outlook import (
-    MONTH_SECS,
-    Pace,
-    month_survived,
-    outlook_of,
-    sampled_share,
-    share_survived,
-)
+from ftckpt.cli.plan_outlook import MONTH_SECS, Pace, month_survived, outlook_of, sampled_share, share_survived
 from ftckpt.config import Config
 from ftckpt.parity.survive import Forecast
 

@@ -22,13 +22,7 @@ from ftckpt.persist.shard_file import ShardFile
 from ftckpt.restore.chunk_reads import Part, chunks_of, land
 from ftckpt.restore.plan import StridedCopy, plan, run
 from ftckpt.restore.selected_shards import reads_little_twice
-from ftckpt.restore.shard_contents import (
-    SlotContents,
-    check_copies,
-    index_for,
-    needs_of,
-    whole_in,
-)
+from ftckpt.restore.shard_contents import SlotContents, check_copies, index_for, needs_of, whole_in
 from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.tensor_index import Index
 from tests.support.errors import raises

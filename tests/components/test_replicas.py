@@ -213,15 +213,7 @@ def test_what_each_holder_copies_lies_side_by_side_behind_what_is_its_own() -> N
         assert [part.fragment for part in laid.parts] == [own[2 * rank], own[2 * rank + 1], *step]
 
 
-@pytest.mark.parametrize(
-    ("bits", "odd"),
-    [
-        ("aab", (2,)),
-        ("ab", ()),
-        ("aabb", ()),
-        ("baaac", (0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("bits", "odd"), [("aab", (2,)), ("ab", ()), ("aabb", ()), ("baaac", (0, 4))])
 def test_a_rank_that_differs_from_more_than_half_is_named(bits: str, odd: Ranks) -> None:
     """With two replicas it is unknown which is right, and where all differ the script lets them drift."""
     whole = [Fragment.whole(key, "F32", (4, 4), Box((0, 0), (4, 4))) for key in ("v", "w")]

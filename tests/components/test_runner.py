@@ -49,10 +49,7 @@ def script(folder: Path, end: str = "") -> str:
     [
         (["--ftckpt", "--ftckpt-intervall", "2"], "--ftckpt-intervall --ftckpt-interval"),
         (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval often"),
-        (
-            ["--ftckpt", "--ftckpt-slots", "1"],
-            "--ftckpt-slots 1 2 0",
-        ),
+        (["--ftckpt", "--ftckpt-slots", "1"], "--ftckpt-slots 1 2 0"),
         (["--ftckpt-interval", "2"], "--ftckpt --ftckpt-*"),
     ],
 )

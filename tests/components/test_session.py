@@ -85,31 +85,6 @@ def test_a_node_that_has_taken_its_share_of_the_cores_rests_once_anything_is_pro
     assert targets.report(resting, NOW_SECS) == (-1, TaskState.READY), "nothing is protected yet"
 
 
-def test_protection_that_is_behind_is_logged_once_until_it_is_in_time_again() -> None:
-    """Each of these snapshots takes so many seconds from the moment when it is chosen."""
-    targets, number, now_secs, logged = ProtectionScheduler(1, timeout_secs=120.0), 0, NOW_SECS, []
-    learn(targets, verdict(number))
-    for index, took_secs in enumerate((20, 20, 40, 50, 20, 40, 10, 40)):
-        now_secs += took_secs
-        for cover in (TaskState.WORKING, TaskState.READY):
-            number += 1
-            assert targets.target is not None
-            news = targets.learn(verdict(number, targets.target.iteration, cover), LINEAGE, now_secs)
-            logged += [(index, one.fields["secs"]) for one in news if one.event == "protection_slow"]
-    assert logged == [(2, 40.0), (7, 40.0)]
-
-
-def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
-    targets = ProtectionScheduler(1, timeout_secs=30.0)
-    learn(targets, verdict(4))
-    assert learn(targets, verdict(5, 4, TaskState.DONE)) == ["protected"] and kept(targets) == {at(4)}
-    resting = [(verdict(n, cover=TaskState.DONE), NOW_SECS + n) for n in range(6, 20)]
-    assert [news.event for v, secs in resting for news in targets.learn(v, LINEAGE, secs)] == []
-    assert targets.target is None
-    learn(targets, verdict(20))
-    assert targets.target == at(20), "all are ready"
-
-
 def proven(last: int, steps_from: int, repeats: bool = True) -> list[int]:
     """The snapshots that have a proof; steps are skipped before snapshot ``steps_from``."""
     replicas, found = ReplicaCheck(repeats, delay=8), []

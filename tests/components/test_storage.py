@@ -285,16 +285,6 @@ def test_what_cannot_be_listed_is_not_taken_for_nothing(tmp_path: Path, monkeypa
             list(look())
 
 
-@pytest.mark.parametrize("name", ["EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
-def test_a_file_system_without_hard_links_takes_what_is_created(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = in_files(tmp_path)
-    monkeypatch.setattr(files.os, "link", fails_with(getattr(errno, name)))
-    assert storage.create("a/x", b"first") and not storage.create("a/x", b"later")
-    assert storage.read("a/x") == b"first" and names(storage) == {"a/x": 5} and not storage.unfinished()
-
-
 AWAY = [
     "EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "EROFS", "EDQUOT", "EAGAIN",
     "ESHUTDOWN", "ENOLINK", "ENETUNREACH", "ENETDOWN", "ECONNRESET", "ECONNREFUSED", "EPIPE", "ENODEV", "EMFILE",

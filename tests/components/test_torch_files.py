@@ -199,10 +199,7 @@ def test_experts_that_tensor_parallel_ranks_are_dealt(tmp_path: Path) -> None:
     [
         ({"iteration": 4}, "mp_rank_01 4 mp_rank_00 3"),
         ({"optimizer": None}, "mp_rank_01"),
-        (
-            {"optimizer": {"optimizer": {"param_groups": [{"wd_mult": 1.0}]}}},
-            "distrib_optim.pt",
-        ),
+        ({"optimizer": {"optimizer": {"param_groups": [{"wd_mult": 1.0}]}}}, "distrib_optim.pt"),
         ({"optimizer": [{}, {}, {}]}, "mp_rank_01 3"),
         ({"optimizer": [7]}, "distrib_optim.pt"),
     ],

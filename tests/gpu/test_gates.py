@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 
-from ftckpt.schedule.bubbles import Turn
 from ftckpt.schedule.iteration import Iteration
 from tests.gpu.device_states import CPU, KINDS, Run, prepared, slot_for
 from tests.gpu.fake_device import PAGE, SECS, FakeDevice
@@ -108,27 +106,3 @@ def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None
     iteration = Iteration(KINDS[:9], tuple(edge for edge in edges if edge is not None), tuple(timed))
     expected = {"window": 5, "tail": 1, "forward": 3, "backward": 1}
     assert iteration.moved_bytes == {kind: chunks * PAGE for kind, chunks in expected.items()}
-
-
-def test_a_turn_without_a_gate_follows_the_last_gate(fake: FakeDevice) -> None:
-    """The side stream works in order: what is hurried does not overtake what waits for its window."""
-
-    class OneGate:
-        turns = 0
-
-        def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
-            self.turns += 1
-            return Turn(gate) if self.turns == 2 else Turn()
-
-    slot = slot_for(4)
-    with prepared([slot], CPU) as copier:
-        fake.first = fake.side
-        fake.go.clear()
-        run = Run(fake, copier, slot, 4)
-        fake.compute_step("1")
-        gate = run.clock.mark()
-        copier.start(run.tensors, run.flight, OneGate())
-        assert run.flight.submitted.wait(SECS)
-        run.fence_and_step()
-        run.finish()
-    assert fake.side.waits == [0, 1], "the boundary, then one gate"

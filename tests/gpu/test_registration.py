@@ -19,15 +19,7 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.memory.locks import FileLock
 from ftckpt.schedule.clock import DeviceClock
-from tests.gpu.device_states import (
-    CPU,
-    DeviceSnapshots,
-    assert_holds,
-    laid_out,
-    prepared,
-    shared_slot,
-    started,
-)
+from tests.gpu.device_states import CPU, DeviceSnapshots, assert_holds, laid_out, prepared, shared_slot, started
 from tests.gpu.fake_device import PAGE, SECS, FakeDevice, pages_present
 from tests.support.waiting import until
 

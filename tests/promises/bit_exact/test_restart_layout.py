@@ -422,18 +422,6 @@ def test_killed_while_it_changes_its_layout(
         assert list(root.iterdir()) == [], "an ended job left something behind"
 
 
-def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_root: Path, old_arenas: Path) -> None:
-    """No attempt takes a snapshot; none of them loses the existing one, nor leaves files of the last one."""
-    copied(old_arenas, arena_root)
-    for layout in (NEW, Layout(tp=2, nodes=("n0", "n1")), Layout(pp=2, dp=2, nodes=("n1", "n1", "n0", "n0")), NEW):
-        broken(Attempt(layout, LAST + 1, plan, kill="sealed by one rank"))
-    names = sorted(path.name for path in arena_root.glob("*/n*/tp*"))
-    assert len(names) == OLD.size + NEW.size, names
-    ended = restarted(Attempt(OLD, LAST + 2, plan, ends=True))
-    assert {one.start for one in ended} == {LAST}
-    assert list(arena_root.iterdir()) == []
-
-
 def sealed(arena_root: Path) -> set[int]:
     """Iterations with a slot on any node."""
     reports = inventory_of(*arena_root.glob("ftckpt-test/n*")).arenas

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
@@ -248,32 +247,6 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
     last.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
     until(lambda: all(node.encoded(2) for node in nodes), "encoded")
     assert check_parity(nodes, PEER, 2) >= 2 and check_parity(nodes, PEER, 1) >= 2
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_full_tmpfs_is_told_once_and_training_goes_on(tmp_path: Path, stack: ExitStack) -> None:
-    if os.system(f"mount -t tmpfs -o size=4m ftckpt-test {tmp_path} 2>/dev/null"):
-        pytest.skip("mounting is not allowed here")
-    stack.callback(lambda: os.system(f"umount -l {tmp_path}"))
-    node = Node(tmp_path, "n0", [0, 1, 2], 3, chunks=4, slots=2)
-    stack.callback(node.close)
-    smp = stack.enter_context(closing(Smp(node)))
-    smp.configure(describe(node, [node], NODE, {}))
-    ballast = tmp_path / "ballast"
-    ballast.write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096 - 300_000))
-    node.snapshot(0, 1)
-    node.target(1)
-    smp.start()
-    until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 1), "cannot")
-    smp.settle()
-    [event] = smp.events.of("not_covered")
-    assert "no room" in event["reason"] and node.states(1) == [CheckState.CHECKED] * 3
-    node.snapshot(1, 2)
-    until(lambda: node.checked(2), "what is sealed is still checked")
-    ballast.unlink()
-    node.target(2)
-    until(lambda: node.encoded(2), "encoded")
-    assert check_parity([node], NODE, 2) >= 3
 
 
 def test_what_a_trainer_overwrites_while_it_is_sent_is_dropped(arena_root: Path, stack: ExitStack) -> None:

@@ -346,17 +346,6 @@ def test_a_job_that_ends_makes_no_noise(
     assert [name for name, _ in smp.events.all if EVENTS[name].loud] == []
 
 
-def test_a_slot_that_gets_memory_later_is_checked(arena_root: Path) -> None:
-    with closing(Node(arena_root, "n1", [0], 1)) as node, closing(Smp(node)) as smp:
-        smp.configure(describe(node, [node], NODE, {}))
-        smp.start()
-        node.arenas[0].free(2)
-        smp.settle(15)
-        node.arenas[0].allocate(2)
-        fill(node.arenas[0], 2, 9)
-        until(lambda: node.checked(9), "checked")
-
-
 def test_an_arena_that_is_made_anew_is_opened_again(arena_root: Path, node: Node, smp: Smp) -> None:
     node.snapshot(0, 7)
     smp.start()
