@@ -273,23 +273,6 @@ def test_iterations_with_failures_drops_and_slow_threads(seed: int, queued: bool
             snapshot.check(cancelled)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_close_at_any_moment(seed: int, follow: Following) -> None:
-    dice = random.Random(seed)
-    for _ in range(15):
-        live, slot = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8)
-        snapshot, copier = Snapshot(live, slot, random.Random(dice.random())), HostCopier()
-        follow(snapshot)
-        copier.start([live], snapshot.flight, Always())
-        for _ in range(dice.randrange(6)):
-            pause(dice)
-        cancelled = snapshot.cancel()
-        copier.close()
-        assert snapshot.flight.ended, "close came back while a copy ran"
-        snapshot.check(cancelled)
-        live.zero_()
-
-
 def test_copies_wait_for_a_core_no_longer_than_their_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[None] = []
     monkeypatch.setattr(copier_module, "has_idle_core", lambda: bool(looks.append(None)))

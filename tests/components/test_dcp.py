@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +25,6 @@ from ftckpt.errors import DamagedError, StorageError, UnsupportedError
 from ftckpt.persist.files import FileStorage
 from tests.support.errors import lacks, raises
 from tests.support.flips import flip
-from tests.support.killing import killed_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -148,24 +144,6 @@ def test_going_back_abandons_what_is_newer(tmp_path: Path) -> None:
     save(tmp_path, 13, checkpoint_id="3", keep=2)
     assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == ["iter_0000002", "iter_0000003"]
     assert load(tmp_path) == leaves(state(13))
-
-
-def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path) -> None:
-    save(tmp_path / "begun", 1)
-    for step in itertools.count():
-        shutil.copytree(tmp_path / "begun", tmp_path / "run")
-        was_killed = killed_at(step, partial(save, tmp_path / "run", 2, keep=1))  # type: ignore[arg-type]
-        newest = checkpoints(tmp_path / "run")[0]
-        assert load(tmp_path / "run") == leaves(state(int(newest[-1])))
-        assert main(["verify", str(tmp_path / "run")]) == 0
-        save(tmp_path / "run", 9, keep=1)  # leaves nothing of the dead one
-        assert load(tmp_path / "run") == leaves(state(9))
-        left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
-        assert len(left) == 3, left
-        if not was_killed:
-            break
-        shutil.rmtree(tmp_path / "run")
-    assert step > 10
 
 
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path, small_chunks: None) -> None:

@@ -20,8 +20,8 @@ from ftckpt.memory.exit_watch import ExitWatch, exit_now
 from ftckpt.memory.heartbeat import RankHeartbeat
 from ftckpt.memory.page import exit_status, owner_word
 from ftckpt.smp.liveness import DeathWatch
+from tests.components.seccomp import PIDFD_OPEN, PIDFD_SEND_SIGNAL
 from tests.support.errors import lacks
-from tests.support.killing import PIDFD_OPEN, PIDFD_SEND_SIGNAL
 from tests.support.processes import run_python
 from tests.support.waiting import until
 
@@ -255,7 +255,7 @@ WITHOUT = """
 import atexit, logging, os, signal, subprocess, sys, time
 from ftckpt.memory.page import owner_word
 from ftckpt.memory.process import Process
-from tests.support.killing import forbid
+from tests.components.seccomp import forbid
 logging.basicConfig(level=logging.INFO)
 forbid(*map(int, sys.argv[1:]))
 sleeper = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(100)"],
@@ -279,7 +279,7 @@ process.close()
 REUSED = """
 import errno, os, signal, subprocess, sys
 from ftckpt.memory.process import Process
-from tests.support.killing import PIDFD_OPEN, forbid
+from tests.components.seccomp import PIDFD_OPEN, forbid
 forbid(errno.ENOSYS, PIDFD_OPEN)
 process = Process.open(os.getpid())
 process._owner += 1 << 22  # as if it had ended, and its pid were this process's now

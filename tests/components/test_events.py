@@ -26,7 +26,6 @@ from ftckpt.events import ADVICE, EVENTS, Events, reference
 from ftckpt.smp.metrics import METRICS, full_name
 from ftckpt.smp.metrics import reference as metrics_reference
 from tests.support.errors import lacks
-from tests.support.processes import run_python
 from tests.support.repository import files_in
 from tests.support.waiting import until
 
@@ -149,18 +148,6 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
         assert len(numbers()) + num_lost() == 2001 and num_lost() > 500
         assert numbers() == sorted(set(numbers()))
         events.close()
-
-
-def test_a_file_system_that_hangs_at_the_end_of_the_process_does_not_keep_it(tmp_path: Path) -> None:
-    """The finalizers of Python must not wait for the file either."""
-    script = (
-        "import sys, pathlib, ftckpt.event_file as f, ftckpt.events as e; f.CLOSE_SECS = 0.2\n"
-        "events = e.Events(pathlib.Path(sys.argv[1]), 0, '', 0, True)\n"
-        "for _ in range(200): events.emit('copied', moved_bytes='x' * 1000)"
-    )
-    with Pipe(tmp_path) as pipe:
-        assert run_python(script, tmp_path, secs=30.0).returncode == 0
-        assert pipe.read()
 
 
 PACKAGE = Path(__file__).parents[2] / "ftckpt"

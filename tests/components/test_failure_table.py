@@ -83,15 +83,6 @@ def test_racks_are_a_row_where_they_have_labels() -> None:
     assert row(told(lone, Modes(peer=True)), ONE_RACK) == (1, 0)
 
 
-def test_an_arena_in_no_group_is_counted() -> None:
-    holdings = [holding(r, r // 2) for r in range(5)]  # the last node has one rank
-    found = told(holdings, Modes(node=True))
-    assert row(found, ONE_ARENA) == (5, 4)
-    assert found.failures[0].example == ("s4",)
-    nothing = told(holdings, Modes())
-    assert row(nothing, ONE_ARENA) == (5, 0) and nothing.memory["n0"].parity == 0
-
-
 def test_memory_counts_slots_two_parity_files_and_three_packages() -> None:
     holdings = [holding(r, r // 2) for r in range(4)]
     modes = Modes(node=True, peer=True)

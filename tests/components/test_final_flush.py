@@ -101,21 +101,6 @@ def saved_by_both(job: Job, request: PersistRequest) -> int:
     return int(status["iteration"])
 
 
-def test_what_was_saved_before_of_this_training_is_not_given_up_for_less(job: Job, tmp_path: Path) -> None:
-    """Memory has lost its newest snapshot since."""
-    (tmp_path / "final").mkdir()
-    job.snapshot(0, 7)
-    job.snapshot(1, 8)
-    job.start()
-    job.wait_checked(8)
-    request = PersistRequest(str(tmp_path / "final"), 20.0, True)
-    assert saved_by_both(job, request) == 8
-    for arena in job.arenas:
-        arena.control.void(1)
-    assert saved_by_both(job, request) == 8
-    assert committed(FileStorage(str(tmp_path / "final"))) == [8]
-
-
 @pytest.mark.parametrize(("after", "brought"), [(7, 7), (6, 8)], ids=["newest in doubt", "all in doubt"])
 def test_a_doubtful_snapshot_is_brought_where_nothing_else_is_there(job: Job, after: int, brought: int) -> None:
     for node in job.nodes:

@@ -15,11 +15,11 @@ from test_commit import Unconditional
 from ftckpt.config import Config
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.model.flush_interval import best_interval_secs
-from ftckpt.model.lineage import FIRST, Request, Selection
+from ftckpt.model.lineage import FIRST, Request
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.persist.commit import CheckpointName
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore.storage_catalog import StorageCatalog, _read
+from ftckpt.restore.storage_catalog import _read
 from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session import shutdown
 from ftckpt.session.flush_scheduler import FlushScheduler, FlushStatus
@@ -117,20 +117,6 @@ def test_the_last_does_not_wait_for_an_smp_that_never_comes(monkeypatch: pytest.
     guard = READY._replace(ready=False)
     assert watch.turn() == FlushState.WORKING, "another may take its place"
     assert watch.turn() == FlushState.CANNOT
-
-
-def test_what_was_abandoned_does_not_come_back_from_storage() -> None:
-    before = StoredSnapshot(at(90), "job", {}, {}, FIRST, "iter_0000090")
-    after = StoredSnapshot(at(50, b"n" * 16), "job", {}, {}, FIRST.branch(40), "iter_0000050")
-    shelf = StorageCatalog(None, (before, after))
-    head = FIRST.branch(40)
-    chosen = shelf.selected(Selection(head, assumed=head))
-    assert chosen.snapshots == (after,) and chosen.newest == 50 and chosen.abandoned == ("iter_0000090",)
-    rolled_back = shelf.selected(Selection(head.branch(20), assumed=head))
-    assert not rolled_back.snapshots and rolled_back.abandoned == ("iter_0000090",), "50 was not before this start"
-    assert shelf.selected(Selection(FIRST)).snapshots == (before,)
-    assert shelf.selected(Selection(FIRST.branch(40).branch(44))).snapshots == ()
-    assert shelf.selected(Selection(FIRST.branch(40), only=at(90))).snapshots == (before,)
 
 
 def test_what_was_abandoned_takes_the_place_of_nothing_that_counts() -> None:

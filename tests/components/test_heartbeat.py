@@ -158,19 +158,6 @@ def test_without_a_page_training_goes_on(arena_root: Path) -> None:
     assert (arena_root / "elsewhere").stat().st_size == 0
 
 
-def test_ranks_that_are_no_more_are_forgotten(arena_root: Path) -> None:
-    """In another pid namespace dead ranks cannot be detected: a pod that restarts with fewer ranks."""
-    for place in range(4):
-        Heartbeat.open(arena_root, place, place).beat(7, "optimizer")
-    words(arena_root)[:4, 1] += 1
-    smp = Heartbeat.open(arena_root, None)
-    smp.beat_smp(digest=5)
-    mine = Heartbeat.open(arena_root, 0, 0)
-    mine.forget_others(2)
-    assert [pulse.place for pulse in smp.ranks()] == [0, 1]
-    assert mine.smp_guards(5) and mine.smp_alive(60.0)
-
-
 def test_a_rank_killed_in_its_copy_copies_no_longer(arena_root: Path) -> None:
     smp = Heartbeat.open(arena_root, None)
     process = started(RANK.replace("pulse.beat", "pulse.tell_copying(True)\npulse.beat"), arena_root, 3, 17, 41, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from ftckpt.cli.report import render, write_report
 from ftckpt.cli.sections import Additions
 from ftckpt.cli.timeline import read_timeline
 from ftckpt.errors import EventLogError
-from tests.components.made_logs import LINE, PROTECTION, Logs, RunLogs, check_page
+from tests.components.made_logs import LINE, PROTECTION, RunLogs, check_page
 from tests.support.errors import lacks, raises
 from tests.support.repository import is_golden
 
@@ -144,22 +143,6 @@ def test_the_command(logs: RunLogs, capsys: pytest.CaptureFixture[str]) -> None:
     output = logs.run / "new" / "page.html"
     assert main(["report", str(logs.directory), "-o", str(output)]) == 0
     assert check_page(output.read_text()) and sorted(path.name for path in output.parent.iterdir()) == ["page.html"]
-
-
-@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
-def test_without_the_extra_there_is_a_summary_and_a_remedy(
-    package: str, logs: RunLogs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that has neither package still prints the summary of the run."""
-    logs.attempt("aa", (1, 2), 100.0, None, 2)
-    Logs(logs.directory).attempt(range(4, 6))
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
-    assert main(["report", str(logs.run)]) == 2
-    told = capsys.readouterr()
-    assert told.out.startswith("j: 1 restart. ") and not lacks(told.err, "ftckpt[report")
-    assert told.err.count("\n") == 1 and not (logs.run / "report.html").exists()
-    assert json.loads((logs.run / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(("name", "words"), [("nowhere", "--ftckpt-events"), ("", "")])

@@ -30,8 +30,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.files import FileStorage
-from ftckpt.restore import storage_catalog
 from ftckpt.restore.decide import Decision
 from ftckpt.restore.restart import Restart
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
@@ -384,25 +382,6 @@ def test_what_a_restart_does_when_snapshots_were_lost(
     starts = restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost)
     assert all(start.decision is None and "lost" in start.why for start in starts)
     assert [event["loaded"] for event in events_of(starts, "lost")] == [loaded.iteration] * 2
-
-
-def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
-    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(_storage: FileStorage, _prefix: str = "") -> Any:
-        raise StorageError("Input/output error")
-
-    job = trained(arena_root, FIRST, 250)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage_catalog, "_PATIENCE_SECS", 0.01)
-        patch.setattr(FileStorage, "list", failing)
-        with raises(StorageError, "Input/output"):
-            restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
-        assert iterations(job) == [[250]] * 2
-        (first, _) = restart(job.topology, job.node_dir, loaded=ONE(200), storage=str(tmp_path))
-        assert first.decision is not None, "memory is the newest that anybody has called whole"
-    (first, _) = restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
-    assert first.decision is None
 
 
 # --- loaded ---

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from ftckpt.cli.figures import shown
-from ftckpt.cli.figures import timeline as drawn
 from ftckpt.cli.history import read_history
 from ftckpt.cli.sections import Additions, sections_of
 from ftckpt.cli.timeline import Timeline, read_timeline, trace_of
@@ -101,14 +99,6 @@ def test_the_trace_has_a_process_for_each_node_and_a_thread_for_each_rank(tmp_pa
     copy = next(event for event in trace["traceEvents"] if event["ph"] == "b")
     assert copy["args"] == {"bytes": CHUNK_BYTES}
     assert {event["cat"] for event in trace["traceEvents"] if event.get("name") == "window"} == {"bubble"}
-
-
-def test_beyond_64_ranks_one_of_each_stage_is_drawn(tmp_path: Path) -> None:
-    assert len(shown(one(tmp_path / "64", pp=4, tp=4, dp=4))) == 64
-    found = one(tmp_path / "80", pp=4, tp=5, dp=4)
-    assert [dict(rank.coords) for rank in shown(found)] == [{"tp": 0, "pp": pp, "dp": 0} for pp in range(4)]
-    assert drawn(found).startswith(b"\x89PNG") and len(table(found, tmp_path / "80")) == 4
-    assert len(check_trace(trace_of(found))) == 160
 
 
 def test_the_table_adds_up(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ftckpt.smp.requests import VERSION
 from ftckpt.smp.watch import Watch
 from tests.support.killing import killed_at
 from tests.support.processes import python
-from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
+from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, site_at
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -158,23 +158,6 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
         client.end()
     assert told[0] in kept.read_text(), "the directory of the node goes with the job"
     assert f"its log is kept in {kept}" in caplog.text
-
-
-@pytest.mark.slow
-def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpSite, tmp_path: Path) -> None:
-    client, told = site.start(), Told()
-    client.configure(site.description(events=str(tmp_path)))
-    pid = client.status()["pid"]
-    watch = Watch(client, told, every_secs=0.1, silent_secs=1.5)
-    try:
-        lives_on(site.node_dir, 2.0)
-        assert site.pids() == [pid] and not told.seen
-        os.kill(pid, signal.SIGSTOP)
-        until(lambda: "smp_restarted" in told.names)
-        assert told.names == ["smp_error", "smp_restarted"] and "no heartbeat" in told.seen[0][1]["error"]
-        assert client.status()["configured"] and site.pids() not in ([pid], [])
-    finally:
-        watch.stop()
 
 
 def test_killed_while_it_starts(site: SmpSite) -> None:

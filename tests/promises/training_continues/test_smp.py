@@ -207,34 +207,6 @@ def test_a_path_longer_than_a_socket_address(arena_root: Path) -> None:
         assert site.start().status()["node"] == NODE
 
 
-BAD_MESSAGES = [
-    (b"hello", "not a JSON object"),
-    (b"[1, 2]", "not a JSON object but list"),
-    (b"", "not a JSON object"),
-    (b"\x00\xff\xfe", "not a JSON object"),
-    (b"[" * 200_000 + b"", "not a JSON object"),
-    (b"{}", "unknown request"),
-    (b'{"request": {"a": 1}}', "unknown request"),
-    (b'{"request": "shutdown"}', "unknown request"),
-    (b'{"request": "configure"}', "needs description"),
-    (b'{"request": "configure", "description": {"job": "other", "node": "n0"}}', "job is 'other'"),
-    (b'{"request": "configure", "description": {"job": "job", "node": "n0", "settings": 7}}', "settings"),
-    (b'{"request": "persist", "where": 7}', "needs where and timeout_secs and anew and form"),
-    (b'{"request": "configure", "description": {"job": "job", "node": "n0", "secret": "xyz"}}', "unusable"),
-]
-
-
-def test_bad_messages_are_refused_and_logged(site: SmpSite) -> None:
-    client = site.start()
-    before = client.status()["tasks"]
-    for data, error in BAD_MESSAGES:
-        reply = send(site.node_dir, data)
-        assert reply["ok"] is False and error in reply["error"], reply
-        assert error in site.log
-    assert client.status()["tasks"] == before, "it goes on as before"
-    assert not (site.node_dir / "smp.json").exists()
-
-
 def test_a_message_that_never_ends_is_refused(site: SmpSite) -> None:
     client = site.start()
     assert send(site.node_dir, b"x" * (MAX_REQUEST_BYTES + 1)) == {}
