@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, LayoutError
-from ftckpt.frameworks.launcher import world_size
 from ftckpt.megatron import job
 from ftckpt.megatron.layouts import rewrite
 from ftckpt.model.layouts import AXES, JobSizes, choose, fits, parse_layout
@@ -187,15 +185,3 @@ def test_the_flags_join_a_parser_that_reads_the_chosen_sizes(monkeypatch: pytest
     args = _add_flags(lambda made: made, parser()).parse_args()
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 1)
     assert args.ftckpt_layouts == "tp2pp2dp2,tp4" and args.lr == 1e-3
-
-
-def test_a_script_asks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    ftckpt.megatron.configure(Config(enabled=True, layouts="tp2pp2dp2,tp2pp1"))
-    assert ftckpt.megatron.choose_layout(GPT) == parse_layout("tp2dp2")
-    assert ftckpt.megatron.choose_layout(GPT, ["tp1pp2"], 8) == parse_layout("pp2dp4")
-    assert ftckpt.megatron.choose_layout(GPT, half, 8) == parse_layout("tp4dp2")
-    monkeypatch.delenv("WORLD_SIZE")
-    assert "WORLD_SIZE" not in os.environ and world_size() == 1
-    with raises(LayoutError, "1 rank", "tp2pp2dp2 needs 8", "tp2pp1", "2"):
-        ftckpt.megatron.choose_layout(GPT)

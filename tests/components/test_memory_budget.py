@@ -24,6 +24,8 @@ from ftckpt.model.snapshot import SnapshotId
 from tests.support.arenas import Rank, on_all, ranks
 from tests.support.errors import lacks, raises
 
+pytestmark = pytest.mark.usefixtures("as_flags")
+
 # --- the memory check: which limit binds, for each kind of limit, and its message ---
 
 

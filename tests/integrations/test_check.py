@@ -70,17 +70,6 @@ def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureF
     assert problem in capsys.readouterr().err
 
 
-def test_areas_by_name(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    areas = ("host", "device", "network")
-    for words, expected in (
-        (["--device"], {"device"}),
-        (["--host", "--network"], {"host", "network"}),
-        ([], {*areas}),
-    ):
-        assert main(["check", "--arena", str(arena_root), "--size", "1MiB", "--json", *words]) == 0
-        assert {one["area"] for one in found_by(capsys)} == expected
-
-
 @pytest.mark.parametrize("area", ["--host", "--device"])
 def test_a_place_that_is_none_fails_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], area: str) -> None:
     assert main(["check", "--arena", str(tmp_path / "none"), area]) == 1
