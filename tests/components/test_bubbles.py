@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ftckpt.schedule.bubbles import Bubbles, Turn, WindowPlan
 from ftckpt.schedule.iteration import IDLE, Iteration, IterationForecast, Profile, divide
 
-# --- copies use free time: windows first, then forward, then backward, at last the fence ---
+# --- copies use free time ---
 
 
 KINDS = ("boundary", "window", "forward", "window", "backward", "window", "tail", "fence", "optimizer")
@@ -186,7 +186,7 @@ def test_no_byte_is_counted_twice_or_lost(
         assert abs(moved.get(kind, 0) - expected) <= instants + len(made.kinds) + 1e-3 * expected
 
 
-# --- turns between two threads and two snapshots: each chunk gets one, and none is waited for in vain ---
+# --- turns between two threads and two snapshots ---
 
 
 LONG_SECS = 20.0

@@ -219,7 +219,7 @@ def test_what_is_one_tensor_is_looked_at_once() -> None:
     assert len(counts.read()) == 0
 
 
-# --- who copies what: found again by each proof, from the bits that the ranks hold then ---
+# --- who copies what ---
 
 
 MEMBERS = tuple(RankPlace({"pp": pp, "dp": dp}, "node") for pp in range(2) for dp in range(2))
@@ -302,7 +302,7 @@ def test_what_no_longer_follows_its_master_is_copied(derives: tuple[int, ...]) -
         assert copied == [rank in derives for rank in range(4)], "on all ranks alike"
 
 
-# --- the rotating sample of replicas: its coverage, what it detects, and how the words of all ranks are compared ---
+# --- the rotating sample of replicas ---
 
 
 @given(st.lists(st.integers(0, 1 << 24), max_size=12), st.integers(1, 40))

@@ -106,7 +106,7 @@ def test_a_round_has_each_node_once_and_there_are_few(nodes: int) -> None:
     assert len(rounds) <= (7 if nodes == 8 else 22)
 
 
-# --- host settings that would delete a job's snapshots, on pretended hosts: reported where they apply alone ---
+# --- host settings that would delete a job's snapshots, on pretended hosts ---
 
 
 USER = 54321

@@ -228,7 +228,7 @@ def test_a_wrong_configuration_ends_a_script_with_one_line(call: str, names: str
     assert ended.returncode == 1 and line.startswith("ftckpt: ") and names in line
 
 
-# --- sizes, rates, times and counts as users write them: a number alone is none of the first three ---
+# --- sizes, rates, times and counts as users write them ---
 
 
 def test_sizes() -> None:

@@ -31,9 +31,6 @@ from ftckpt.torch.state import PlainState
 from tests.support.errors import raises
 from tests.support.plain import Recorder
 
-# --- parts that all integrations share ---
-
-
 # --- patches ---
 
 

@@ -190,7 +190,7 @@ def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture
     assert ADVICE.keys() <= {name for name, kind in EVENTS.items() if kind.loud}
 
 
-# --- errors that another process recreates: the class, which determines the reaction, and its fields ---
+# --- errors that another process recreates ---
 
 
 def kinds(base: type[FtckptError] = FtckptError) -> Iterator[type[FtckptError]]:

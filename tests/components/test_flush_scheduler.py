@@ -29,9 +29,6 @@ from ftckpt.session.shutdown import NodeWatch
 from ftckpt.session.vote import Readiness, TaskState, VoteResult
 from tests.support.smp_nodes import Seen
 
-# --- the flush scheduler: ranks conclude from the same vote results what to flush when, and what to pin meanwhile ---
-
-
 LINEAGE = b"l" * 16
 READY = FlushStatus(ready=True, sealed=True, state=FlushState.WORKING)
 DONE, CANNOT, WORKING = TaskState.DONE, TaskState.CANNOT, TaskState.WORKING

@@ -85,7 +85,7 @@ def test_a_seed_is_known_for_good() -> None:
     assert rng.derived_seed("numpy", {"words": np.arange(4, dtype=np.uint32)}, 3) == 10693449236378811701
 
 
-# --- extra state of modules: empty state is accepted, any other refused, however late it appears ---
+# --- extra state of modules ---
 
 
 class Keeper(torch.nn.Module):
@@ -164,7 +164,7 @@ def test_what_comes_with_the_first_iteration_is_seen() -> None:
             extra.look_again()
 
 
-# --- state other than tensors: flags, generators of scripts, the optimizer's kind, and changes after a boundary ---
+# --- state other than tensors ---
 
 
 def flags_of(model: nn.Module) -> TrainingFlags:

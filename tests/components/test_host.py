@@ -23,7 +23,7 @@ from ftckpt.capture import affinity, driver
 from ftckpt.capture.affinity import format_cores, near_cores, numa_node_of, parse_cores, pin
 from tests.support.pool import run_ranks
 
-# --- which of several runtimes of one process is asked: the one that torch is linked to ---
+# --- which of several runtimes of one process is asked ---
 
 
 RUNTIME = "int {function}(int *mode) {{ return {version}; }}"

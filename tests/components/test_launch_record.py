@@ -26,7 +26,7 @@ from tests.support.errors import lacks
 from tests.support.pool import run_ranks
 from tests.support.processes import run_python
 
-# --- the record of a launcher run: who reads it, who may not, and when it is deleted ---
+# --- the record of a launcher run ---
 
 
 @pytest.fixture(autouse=True)

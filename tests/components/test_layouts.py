@@ -1,4 +1,4 @@
-"""Layouts by name, and the one that fits a number of ranks."""
+"""Names of layouts, which layouts fit, and the command line that Megatron reads afterwards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from ftckpt.megatron import job
 from ftckpt.megatron.layouts import rewrite
 from ftckpt.model.layouts import AXES, JobSizes, choose, fits, parse_layout
 from tests.support.errors import lacks, raises
-
-# --- names of layouts, which layouts fit, and the command line that Megatron reads afterwards ---
-
 
 GPT = JobSizes(
     global_batch=16, micro_batch=2, num_layers=4, num_heads=4, num_query_groups=4, num_experts=0, ffn=256, seq=64

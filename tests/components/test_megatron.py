@@ -96,7 +96,7 @@ def test_megatron_finds_its_position_among_the_arguments() -> None:
     assert (args.lr, args.bf16, args.load, args.split) == (1e-3, True, None, [9, 1])
 
 
-# --- the train loop of Megatron-DeepSpeed: what of it is replaced, what counts, and what is refused ---
+# --- the train loop of Megatron-DeepSpeed ---
 
 
 NAMES = ("setup_model_and_optimizer", "train_step", "train", "training_log")

@@ -26,7 +26,7 @@ from tests.support.errors import lacks, raises
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
-# --- the memory check: which limit binds, for each kind of limit, and its message ---
+# --- the memory check ---
 
 
 GIB = 1 << 30
@@ -180,7 +180,7 @@ def test_file_systems_of_other_machines_may_hang(host: Host, kind: str, hangs: b
     assert not may_hang(None)
 
 
-# --- the ledger: sums of states, what can be freed and what never is, and what slots and protection need ---
+# --- the ledger ---
 
 
 SNAPSHOTS = [SnapshotId(lineage, iteration) for lineage in (b"a" * 16, b"b" * 16) for iteration in (3, 4, 5)]
@@ -296,7 +296,7 @@ def test_no_room_is_asked_for_again_while_an_smp_may_give_some_back(
     assert calls == [], "nothing is needed"
 
 
-# --- a start that lacks memory names those who have it: other jobs of this user, and how they are removed ---
+# --- a start that lacks memory names those who have it ---
 
 
 MIB = 1 << 20

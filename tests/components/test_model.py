@@ -19,7 +19,7 @@ from ftckpt.model.manifest import VERSION, Manifest, shard_name
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import raises
 
-# --- the name of a snapshot: its forms, its order, and how an arena finds it ---
+# --- the name of a snapshot ---
 
 
 IDS = st.builds(SnapshotId, st.binary(min_size=16, max_size=16), st.integers(0, (1 << 63) - 1))
@@ -57,7 +57,7 @@ def test_what_is_not_the_bytes_of_a_snapshot_is_refused(data: bytes) -> None:
         SnapshotId.unpack(data)
 
 
-# --- fragments and manifests: impossible geometry is refused, and their texts give back an equal value ---
+# --- fragments and manifests ---
 
 
 DTYPES = st.sampled_from(sorted(DTYPE_BYTES))
@@ -155,7 +155,7 @@ def test_flipped_bits_and_cuts_are_refused_or_harmless(manifest: Manifest, data:
     attempt(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
 
 
-# --- the JSON form of dataclasses: what was written is read, anything else is refused ---
+# --- the JSON form of dataclasses ---
 
 
 class Pair(NamedTuple):

@@ -29,7 +29,7 @@ from ftckpt.smp.work import MAX_NETWORK_SECS, MAX_SECS, Bucket, CooperativeYield
 from tests.support.errors import lacks
 from tests.support.waiting import until
 
-# --- the default network rate of protection: a share of the link, where its speed is known ---
+# --- the default network rate of protection ---
 
 
 def sysfs(root: Path, name: str, speed: str | None, hardware: bool = True) -> Path:

@@ -27,7 +27,7 @@ from ftckpt.restore.staging import StagingBuffers
 from ftckpt.restore.tensor_index import Index
 from tests.support.errors import raises
 
-# --- reads from a snapshot of another layout: keys with the same meaning, padding, copies that must agree ---
+# --- reads from a snapshot of another layout ---
 
 
 NONE: frozenset[str] = frozenset()

@@ -208,7 +208,7 @@ def test_an_agent_that_has_never_accepted_a_connection_is_left_to_its_heartbeats
     assert not ring.ended_for(0)
 
 
-# --- the cost of connections between many ranks: open files of a process, and requests to the job's store ---
+# --- the cost of connections between many ranks ---
 
 
 def ask_for_room(rank: int, size: int, limits: tuple[int, int], least: int, wanted: int) -> list[Any]:

@@ -187,9 +187,6 @@ def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:
     assert whole == keys(2, 3, 4, 5), "whole as they lie there"
 
 
-# --- room for protection ---
-
-
 # --- room for a rebuild ---
 
 CHOSEN = SnapshotId(LINEAGE, 5)

@@ -15,7 +15,7 @@ from ftckpt.session.replica_check import ReplicaCheck
 from ftckpt.session.session import Interval, SessionState
 from ftckpt.session.vote import Readiness, TaskState, Vote, VoteResult
 
-# --- the session: ranks conclude from the same vote results when to snapshot and prove, what to protect and pin ---
+# --- the session ---
 
 
 LINEAGE = b"l" * 16

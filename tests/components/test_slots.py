@@ -181,7 +181,7 @@ def test_threads_keep_the_order_and_begin_nothing_behind_an_error(threads: int) 
     assert len(begun) <= 41 + 2 * threads
 
 
-# --- pages of slots: mapped without a wait, had from the kernel on the thread that copies, and on which NUMA node ---
+# --- pages of slots ---
 
 
 NBYTES = 8 << 20
@@ -235,7 +235,7 @@ def test_joined_pages_keep_what_is_in_them(arena_root: Path) -> None:
     mapped.close()
 
 
-# --- ranks verify what a decision would take: alike on all of them, whatever each has verified before ---
+# --- ranks verify what a decision would take ---
 
 
 RANKS = 3

@@ -18,7 +18,7 @@ from ftckpt.smp.footprint import BoundedLog
 from ftckpt.smp.watch import LogTail
 from tests.support.errors import lacks
 
-# --- logs of SMPs that outlive the memory of their jobs: which, where, how many, and that nobody waits for them ---
+# --- logs of SMPs that outlive the memory of their jobs ---
 
 
 QUIET = b"2026-01-01 00:00:00,000 INFO SMP of job train\n"

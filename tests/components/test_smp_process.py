@@ -212,7 +212,7 @@ def test_protection_is_packed_and_what_is_none_is_refused() -> None:
             unpacked(text)
 
 
-# --- an SMP in a container of its own: its probe, and how it stands by while another one serves ---
+# --- an SMP in a container of its own ---
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from ftckpt.schedule.interval_control import AutoInterval
 from ftckpt.schedule.window_scheduler import WindowScheduler
 from tests.support.event_logs import read_events
 
-# --- the window scheduler of one rank: its measurements, plans and interval requests ---
+# --- the window scheduler of one rank ---
 
 
 PLACES = (("window", 2.0), ("forward", 1.0), ("window", 0.0), ("backward", 2.0), ("tail", 1.0), ("fence", 0.0))
@@ -196,7 +196,7 @@ def test_a_dear_fence_alone_does_not_stretch_auto(tmp_path: Path) -> None:
     assert rank.pacer.intervals.stretch == 1
 
 
-# --- the interval that a job settles at, by lengths of iterations as they are: with noise, drift, and other load ---
+# --- the interval that a job settles at, by lengths of iterations as they are ---
 
 
 BUDGET = 0.01
