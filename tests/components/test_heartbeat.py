@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from ftckpt.memory.directory import LOCK_NAME, PULSE_NAME, node_directory
-from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.heartbeat import FlushState, Heartbeat
 from ftckpt.memory.locks import JOB_LOCK_NAME
+from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp.liveness import Liveness
 from tests.support.mounting import RANK as LIVING_RANK
 from tests.support.mounting import rank_elsewhere
@@ -30,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import sys, time
 from pathlib import Path
-from ftckpt.memory.heartbeat import Heartbeat
+from ftckpt.memory.heartbeat import FlushState, Heartbeat
 pulse = Heartbeat.open(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
 pulse.beat(int(sys.argv[4]), sys.argv[5])
 print(pulse.problem, flush=True)
@@ -164,6 +165,19 @@ def test_a_rank_killed_in_its_copy_copies_no_longer(arena_root: Path) -> None:
     process.kill()
     process.communicate(timeout=10)
     assert until(lambda: not smp.ranks_copy()) < 10
+
+
+def test_how_far_a_flush_is_says_of_which_snapshot(arena_root: Path) -> None:
+    smp, rank = Heartbeat.open(arena_root, None), Heartbeat.open(arena_root, 0)
+    one, other = SnapshotId(b"a" * 16, 7), SnapshotId(b"b" * 16, 7)
+    assert rank.flush_state(one) == FlushState.NONE
+    smp.beat_smp(digest=5)
+    smp.tell_flush(one, FlushState.DONE)
+    assert rank.flush_state(one) == FlushState.DONE and rank.flush_state(other) == FlushState.NONE
+    smp.tell_flush(other, FlushState.WORKING)
+    assert (rank.flush_state(one), rank.flush_state(other)) == (FlushState.NONE, FlushState.WORKING)
+    smp.tell_flush(None, FlushState.NONE)
+    assert rank.flush_state(other) == FlushState.NONE
 
 
 # --- ranks of another pid namespace, as in a container next to the SMP's, are known by the locks that they hold ---
