@@ -134,6 +134,9 @@ class Flush:
         self._events = events
         self.halted = False
         """Whether it was stopped."""
+        self.read_bytes: dict[str, int] = {}
+        """Bytes read so far, by shard: two are read at a time, and one may be read again."""
+        self.total_bytes = 0
         self._over = threading.Event()
         """Set when it was stopped, or one of its files has failed."""
         export_by = time.monotonic() + _EXPORTED_BY * orders.timeout_secs
@@ -211,6 +214,7 @@ class Flush:
         if marks and not self._patiently(lambda: pending.lacks(*marks)):
             return
         started_secs, (lineage, slots) = time.monotonic(), self._checked()
+        self.total_bytes = sum(ShardImage.of(slot.arena.mapped.image).image.file_bytes for slot in slots)
         try:
             written = self._put_all(pending, slots)
         except BaseException:
@@ -268,7 +272,7 @@ class Flush:
             record.objects_used, record.objects_hash, slot.hashes[list(shard.chunks)],
         )  # fmt: skip
         try:
-            pieces = self._paced(contents(shard, image, arena.mapped.slot(slot.slot), entry))
+            pieces = self._paced(arena.shard, contents(shard, image, arena.mapped.slot(slot.slot), entry))
             if compresses:
                 pieces = packed(shard.image, entry.objects_used, pieces, lengths)
             file = pending.write(entry.file, pieces)
@@ -286,7 +290,8 @@ class Flush:
             entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
         )
 
-    def _paced(self, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+    def _paced(self, shard: str, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+        self.read_bytes[shard] = 0
         for piece in pieces:
             # Storage shares the network with other nodes' transfers.
             for wait_secs in chain(self._pace.memory(len(piece)), self._pace.receive()):
@@ -294,6 +299,7 @@ class Flush:
             if self._over.is_set():
                 raise _Cancellation
             yield piece
+            self.read_bytes[shard] += len(piece)
 
     def _settle(self, storage: Storage, pending: CheckpointTransaction) -> None:
         """Wait until the snapshot is committed, by one node after all are done."""

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ftckpt.cli.main import main
 from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import Checks
 from ftckpt.memory.directory import node_directory
 from ftckpt.memory.locks import JobLock
 from ftckpt.model.fragment import Box, Fragment
@@ -135,3 +137,37 @@ def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]
 def test_torch_is_not_loaded() -> None:
     code = "import sys, ftckpt.cli.main; sys.exit('torch' in sys.modules or 'safetensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
+def test_inspect_tells_how_far_a_snapshot_has_come(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = arena_with_snapshot(arena_root)
+    arena = Arena.open(path, writable=True)
+    control, chunks = arena.control, len(arena.image.chunks)
+    fill(arena, 0, 121, lineage=LINEAGE)
+
+    def shown() -> tuple[list[str], str]:
+        assert main(["verify", str(path)]) == 0
+        out = capsys.readouterr().out
+        return rows(out)[1][2:4] + rows(out)[1][-2:], out
+
+    assert shown()[0] == ["SEALED", "121", "open", "unchecked"]
+    checks = Checks.create_or_open(path, 2, chunks, arena.manifest.digest, writable=True)
+    record = control.record(0)
+    named = record.seal_id
+    assert named is not None
+    hashes = np.array([arena.hash_chunk(0, chunk) for chunk in range(chunks)], np.uint64)
+    checks.store_checked(0, named, hashes, 0.25)
+    assert shown()[0] == ["CHECKED", "121", "0.250s", "yes"]
+    control.mark_target(SnapshotId(LINEAGE, 121))
+    assert "being protected on all nodes: iteration 121" in shown()[1]
+    control.mark_target(None)
+    checks.store_encoded(0, named)
+    control.mark_protected(SnapshotId(LINEAGE, 121))
+    state, out = shown()
+    assert state == ["PROTECTED", "121", "0.250s", "yes"]
+    is_golden("verify", out, arena=path.name)
+    flip(path / "slot0.safetensors", 4096 + 9000)
+    assert main(["verify", str(path)]) == 1
+    assert rows(capsys.readouterr().out)[1][-1] == "BAD"
+    checks.close()
+    arena.close()

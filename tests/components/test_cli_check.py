@@ -8,13 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from ftckpt.capture import affinity
-from ftckpt.cli import check_device
 from ftckpt.cli.check_host import host_checks
 from ftckpt.cli.check_pairs import arranged_pairs, rounds_of
-from ftckpt.cli.findings import PASSED, SKIPPED, WARNED, CheckResult
+from ftckpt.cli.findings import PASSED, CheckResult
 from ftckpt.memory.environment import Hazard, hazards
 from ftckpt.parity.groups import mirrors, peer_groups
 from ftckpt.parity.holding import ArenaLayout, HoldingSection
@@ -36,28 +33,6 @@ def test_ranks_that_are_bound_have_the_cores_of_all(tmp_path: Path) -> None:
     shared = cores(tmp_path, {0, 1, 2}, {0, 1, 2})
     assert shared.state == PASSED and not lacks(shared.text, "3", "2")
     assert "own" not in shared.text and "own" not in cores(tmp_path, {0, 1}).text
-
-
-@pytest.mark.parametrize(
-    ("node", "lists", "state"),
-    [
-        (0, ["{own}", "{other}"], PASSED), (1, ["{own}", "{other}"], WARNED), (1, ["{own}", ""], SKIPPED),
-        (None, ["{own}", "{other}"], SKIPPED), (0, ["{other}"], SKIPPED),
-    ],
-)  # fmt: skip
-def test_a_rank_and_its_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: int | None, lists: list[str], state: str
-) -> None:
-    own = min(os.sched_getaffinity(0))
-    monkeypatch.setattr(affinity, "SYSFS", tmp_path)
-    monkeypatch.setattr(check_device, "numa_node_of", lambda device: node)
-    for number, text in enumerate(lists):
-        (folder := tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
-        (folder / "cpulist").write_text(text.format(own=own, other=5000) + "\n")
-    found = check_device._near(torch.device("cuda", 0))
-    assert found.state == state, found
-    if state == WARNED:
-        assert not lacks(found.text, "5000", "1") and "--cpunodebind=1" in found.remedy
 
 
 # --- which nodes ``ftckpt check`` has talk to each other, and when ---

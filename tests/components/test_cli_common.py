@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from importlib import import_module, metadata
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from ftckpt.cli import main as cli
 from ftckpt.cli.answers import Answer
 from ftckpt.cli.main import COMMANDS, main
-from ftckpt.frameworks.versions import TESTED
+from ftckpt.frameworks.versions import TESTED, TRIED
+from tests.support.repository import ROOT, is_golden
 
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() for example in command.examples]
 
@@ -50,7 +52,7 @@ def test_versions_are_those_found_and_whether_they_were_tested(
     monkeypatch.setattr(cli.metadata, "version", version)
     assert main(["--version"]) == 0
     first, torch, megatron, deepspeed = capsys.readouterr().out.splitlines()
-    assert first.startswith("ftckpt ") and torch == "torch 2.13.0"
+    assert first.startswith("ftckpt ") and torch == "torch 2.13.0: tested"
     assert megatron.endswith(": tested") and "not tested" in deepspeed and TESTED["DeepSpeed"][0] in deepspeed
 
 
@@ -62,3 +64,21 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(import_module("ftckpt.cli.clean"), "run_clean", run)
     assert main(["clean", "job"]) == 1 and capsys.readouterr().out == "a line\n"
     assert main(["clean", "job", "--json"]) == 1 and json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_the_pages_name_the_same_releases() -> None:
+    launch, trainers = (ROOT / "launch/README.md").read_text(), (ROOT / "ftckpt/integrations.md").read_text()
+    table = launch.partition("<!-- environments -->")[2].partition("<!-- end of")[0]
+    torch = {release for row in table.splitlines()[3:] for release in row.split("|")[2].strip().split(", ")}
+    assert torch == set(TRIED["torch"])
+    rows = [[cell.strip() for cell in row.split("|")] for row in trainers.splitlines() if row.startswith("| ")]
+    releases = {re.sub(r"\[(.*)\].*", r"\1", row[1]).split()[0].lower(): [row[3]] for row in rows[1:]}
+    assert releases == {name: of for name, of in TRIED.items() if name != "torch"}
+
+
+def test_the_help_has_groups_with_an_example_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    is_golden("help", out)
+    for name, command in COMMANDS.items():
+        assert (f"\n  {name} " in out) != command.is_hidden, name

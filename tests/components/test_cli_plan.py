@@ -17,6 +17,7 @@ from ftckpt.cli.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
 from ftckpt.parity.modes import Modes, lessened
 from tests.support.errors import lacks
+from tests.support.repository import is_golden
 
 TWO_ARENAS = "any two arenas"
 ONE_NODE, TWO_NODES = "one node", "any two nodes"
@@ -252,3 +253,9 @@ def test_how_often_snapshots_go_to_storage_follows_from_mtbf_and_the_rate(capsys
     assert slow["persist_interval_secs"] == pytest.approx(2 * node_bytes / 1e6), "storage rests as long as it works"
     assert planned(capsys, SIZE)["persist_interval_secs"] > value["persist_interval_secs"]
     assert not lacks(printed(capsys, SIZE), "115 h", "--mtbf")
+
+
+def test_the_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    is_golden("plan", printed(capsys, f"{SIZE} --persist /there"))
+    unprotected = printed(capsys, f"{SIZE} --dtype fp32 --protect none")
+    assert "none (not: node00)" in unprotected and "assumed: 12 bytes per parameter: fp32 weights" in unprotected

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from ftckpt.cli.main import main
+from ftckpt.model.snapshot import SnapshotId
+from ftckpt.persist.commit import CheckpointName
+from ftckpt.persist.files import FileStorage
+from ftckpt.persist.retention import pinned, void
 from tests.support.errors import lacks
 from tests.support.flips import flip
 from tests.support.flush_jobs import Job
+from tests.support.repository import is_golden
+from tests.support.snapshots import LINEAGE
 
 
 @pytest.fixture
@@ -116,3 +122,26 @@ def test_snapshots_are_found_by_one_rule(
     newest, other = ("iteration 8", "iteration 7") if command == "convert" else ("iter_0000008", "iter_0000007")
     assert all(newest in text for text in told[:3])
     assert other in told[3] and newest not in told[3]
+
+
+def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pin", str(filled), "7"]) == 0
+    shown = capsys.readouterr().out
+    storage = FileStorage(str(filled))
+    void(storage, [SnapshotId(LINEAGE, 8)])
+    assert main(["list", str(filled)]) == 0
+    is_golden("list", capsys.readouterr().out)
+    assert main(["verify", str(filled)]) == 0
+    assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000007")
+    assert main(["pin", str(filled), "8"]) == 0 and capsys.readouterr().out
+    for where in (["7"], []):  # the second time by its folder
+        words = [str(filled), *where] if where else [str(filled / "iter_0000007")]
+        assert main(["pin", *words, "--remove"]) == 0
+        shown += capsys.readouterr().out
+    is_golden("pin", shown)
+    assert main(["pin", str(filled)]) == 2 and "NAME" in capsys.readouterr().err
+    assert main(["pin", str(filled), "9"]) == 2
+    assert not lacks(capsys.readouterr().err, "iter_0000009") and pinned(storage) == {CheckpointName(8)}
+    storage.put("pins/iter_0000009", b"")
+    assert main(["list", str(filled)]) == 0
+    assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000009")

@@ -16,7 +16,6 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan
 
 import ftckpt.dcp
 from ftckpt.cli.main import main
@@ -255,18 +254,6 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     with raises(UnsupportedError, "use_collectives"):
         StorageWriter(tmp_path).set_up_storage_writer(True, rank=0, use_collectives=False)
     assert checkpoints(tmp_path) == []
-
-
-def test_ranks_that_see_different_checkpoints_load_neither(tmp_path: Path) -> None:
-    plans = []
-    for seed in (1, 2):
-        save(tmp_path, seed)
-        rank = StorageReader(tmp_path)
-        rank.read_metadata()
-        plans.append(rank.prepare_local_plan(LoadPlan([])))
-    assert rank.prepare_global_plan(plans[1:] * 2) == plans[1:] * 2
-    with raises(StorageError, str(tmp_path)):
-        rank.prepare_global_plan(plans)
 
 
 def test_no_name_but_those_of_the_page() -> None:

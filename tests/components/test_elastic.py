@@ -84,23 +84,6 @@ def test_a_static_rendezvous_names_the_job(
     assert job_name("mine", STATIC) == "mine" and job_name(None, {**STATIC, "SLURM_JOB_ID": "1"}) == "slurm-1"
 
 
-@pytest.mark.parametrize(
-    ("words", "env"),
-    [
-        (["--rdzv-backend", "c10d"], {}),
-        (["--rdzv_backend=c10d"], {}),
-        (["--standalone"], {}),
-        ([], {"PET_RDZV_BACKEND": "etcd-v2"}),
-    ],
-)
-def test_a_place_that_is_drawn_anew_names_no_job(
-    agent: Callable[..., None], words: list[str], env: dict[str, str]
-) -> None:
-    agent(*words, "train.py", **env)
-    with pytest.raises(ConfigError, match=r"--rdzv-id .*FTCKPT_JOB"):
-        job_name(None, STATIC)
-
-
 DRAWN = "1e3a516a-1471-4c0b-9f7e-0a1b2c3d4e5f"
 
 

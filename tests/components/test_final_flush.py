@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ftckpt.errors import SmpError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.memory.lineage_file import write_lineage
@@ -19,6 +20,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.persist.files import FileStorage
 from ftckpt.smp import final_flush
 from ftckpt.smp.requests import PersistRequest
+from tests.support.errors import raises
 from tests.support.flush_jobs import Job
 from tests.support.smp_nodes import describe
 from tests.support.snapshots import fill
@@ -110,3 +112,22 @@ def test_a_doubtful_snapshot_is_brought_where_nothing_else_is_there(job: Job, af
     job.start()
     job.wait_checked(8)
     assert saved_by_both(job, PersistRequest("", 20.0, True)) == brought
+
+
+def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    job.snapshot(0, 7)
+    job.start()
+    job.wait_checked(7)
+    first = PersistRequest("", 20.0, True)
+    with raises(SmpError):
+        asked(job, 0, replace(first, anew=False))
+    asked(job, 0, first)
+    assert asked(job, 0, replace(first, timeout_secs=9.0))["flush"] == "working"
+    with raises(SmpError, job.where):
+        asked(job, 0, replace(first, where=str(tmp_path / "other")))
+    asked(job, 1, first)
+    ended = [saved(job, smp, replace(first, anew=False)) for smp in (0, 1)]
+    assert [status["flush"] for status in ended] == ["done", "done"]
+    files = sum(path.stat().st_size for path in Path(job.where).rglob("*.safetensors"))
+    assert [sum(status[name] for status in ended) for name in ("bytes", "total_bytes")] == [files, files], "progress"

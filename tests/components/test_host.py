@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -162,30 +161,6 @@ def test_the_numa_node_of_a_device(
     device.mkdir(parents=True)
     (device / "numa_node").write_text(content)
     assert numa_node_of(torch.device("cuda", 0)) == node
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_pin_moves_the_calling_thread_alone() -> None:
-    before = os.sched_getaffinity(0)
-    other = threading.Event()
-    seen: dict[str, object] = {}
-
-    def bystander() -> None:
-        other.wait(10)
-        seen["bystander"] = os.sched_getaffinity(0)
-
-    def pinned() -> None:
-        seen["answer"] = pin({min(before)})
-        seen["pinned"] = os.sched_getaffinity(0)
-
-    threads = [threading.Thread(target=bystander), threading.Thread(target=pinned)]
-    for thread in threads:
-        thread.start()
-    threads[1].join(10)
-    other.set()
-    threads[0].join(10)
-    assert seen == {"answer": True, "pinned": {min(before)}, "bystander": before}
-    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize("wanted", [{99999}, set(), {-1}, {1 << 70}])

@@ -54,16 +54,6 @@ def test_files_of_the_user_stay(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not lacks(capsys.readouterr().out, "job.sh")
 
 
-def test_a_link_of_the_user_is_not_written_through(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("elsewhere")
-    (tmp_path / "to" / "launch").mkdir(parents=True)
-    (tmp_path / "to" / "launch" / "job.sh").symlink_to(other)
-    assert main(["init", "torchrun", str(tmp_path / "to")]) == 2
-    assert main(["init", "torchrun", str(tmp_path / "to"), "--force"]) == 0
-    assert other.read_text() == "elsewhere" and not (tmp_path / "to" / "launch" / "job.sh").is_symlink()
-
-
 @pytest.mark.parametrize("at", ["to", "to/configs", "to/launch"])
 @pytest.mark.parametrize("force", [[], ["--force"]])
 def test_a_file_in_the_way_is_named_and_nothing_is_left(

@@ -156,28 +156,6 @@ def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.Mon
     assert list(arena_root.iterdir()) == []
 
 
-def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
-    """Fewer ranks than before: each has its part of the others' arenas, counts their slots, and removes them."""
-    killed = trained(arena_root, 5, slots=4)
-    stop(killed)
-    members = ranks(arena_root, 2, slots=4)
-    on_all(members, lambda member: start(member, keep=KEEP))
-
-    def shards() -> list[str]:
-        return [path.name.rpartition(".")[0] for path in list_arenas(members[0].arenas.path)]
-
-    assert shards() == ["dp0", "dp0", "dp1", "dp1", "dp2", "dp3", "dp4"]
-    assert [files(member) for member in members] == [[1, 1], [1, 2]], "three and two slots of old arenas are theirs"
-    fill(members[0].have, 0, 6, hashed=True)
-    assert complete(members[0]) == []
-    members[1].arenas.remove_old()
-    assert shards() == ["dp0", "dp0", "dp1", "dp2", "dp4"]
-    assert finish(members[0]) == [1, 2, 3] and complete(members[1]) == [2, 3]
-    assert shards() == ["dp0", "dp1"]
-    end(members)
-    assert list(arena_root.iterdir()) == []
-
-
 def test_an_old_arena_that_resists_is_removed_at_a_later_boundary(
     arena_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import threading
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from ftckpt.memory.mapping import Mapping, create_mapping, join_pages, open_mapp
 from ftckpt.memory.slot_file import SlotFile, SlotShard
 from ftckpt.memory.slots import slot_name
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.restore import chunk_reads
 from ftckpt.restore.chunk_reads import Part, chunks_of, land
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision
@@ -64,43 +62,6 @@ def test_a_chunk_has_the_same_checksum_by_calls(
         file.read_into(777, memoryview(data))
     assert hashes == [arena.hash_chunk(0, chunk) for chunk in chunks]
     assert data == arena.slot(0)[777:5777]
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_chunk_of_any_size_goes_through_buffers_of_one_size(
-    arena: Arena, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Columns, which cannot be read in place: in parts, of which only the last shows that the chunk is good."""
-    monkeypatch.setattr(chunk_reads, "MESSAGE_BYTES", 1000)
-    monkeypatch.setattr(destinations, "_of_thread", threading.local())
-    expected, snapshot = dict(enumerate(arena.hashes(0).tolist())), arena.control.record(0).snapshot
-    span = arena.image.chunks[1]
-    assert span.nbytes > 3000
-    copy = StridedCopy(span.begin + 1, 0, (span.nbytes // 10 - 1, 4), (10, 1), (4, 1))
-    live, there = torch.zeros(copy.numel, dtype=torch.uint8), torch.tensor(list(arena.slot(0)[copy.source :]))
-    arena.slot(0)[span.begin] ^= broken
-    with closing(SlotFile(arena, 0)) as file, raises(CorruptError, "chunk 1") if broken else nullcontext():
-        (chunk,) = chunks_of(SlotShard(arena, 0, file, snapshot, expected), [Part(copy, live)])
-        land(chunk, StagingBuffers())
-    assert broken or torch.equal(live.view(copy.shape), there.as_strided(copy.shape, copy.source_strides))
-    assert len(vars(destinations._of_thread)["staging"]) == 1000
-
-
-@pytest.mark.parametrize("piece_bytes", [100, 1000, 1 << 20])
-def test_what_is_wanted_of_a_chunk_comes_with_its_checksum(
-    arena: Arena, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slot_file, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(destinations, "_of_thread", threading.local())
-    rng = random.Random(3)
-    with closing(SlotFile(arena, 0)) as file:
-        for chunk, span in list(enumerate(arena.image.chunks)) * 5:
-            edges = sorted(rng.sample(range(span.begin, span.end + 1), 2 * rng.randint(1, 4)))
-            edges[0], edges[-1] = rng.choice([span.begin, edges[0]]), rng.choice([span.end, edges[-1]])
-            parts = [(begin, bytearray(end - begin)) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-            targets = [LoadTarget(at, memoryview(part)) for at, part in parts]
-            assert file.take([TargetPart(span, targets)]) == arena.hash_chunk(0, chunk)
-            assert all(part == arena.slot(0)[at : at + len(part)] for at, part in parts)
 
 
 def test_a_slot_gives_only_what_is_proven(arena: Arena) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import logging
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from ftckpt.memory.inventory import NodeProtection, Problem
 from ftckpt.memory.locks import JOB_LOCK_NAME
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp import __main__ as smp_main
-from ftckpt.smp import daemon, liveness
+from ftckpt.smp import daemon
 from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.client import SmpClient
 from ftckpt.smp.daemon import Daemon
@@ -44,28 +43,6 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def test_a_look_that_fails_is_told_once_and_taken_again(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    looks = []
-
-    def list_failing(node_dir: Path) -> list[Path]:
-        looks.append(node_dir)
-        if len(looks) in (1, 2, 3, 5):
-            raise OSError("vanished")
-        return []
-
-    monkeypatch.setattr(liveness, "list_arenas", list_failing)
-    monkeypatch.setattr(daemon, "_LOOK_SECS", 0.0)
-    with caplog.at_level(logging.WARNING, "ftckpt"):
-        Daemon(arena_root, "test", "node", idle_secs=1.0).run()
-    assert len(looks) > 5, "it ended for want of trainers, which a look that did not fail found"
-    warnings = [record for record in caplog.records if "smp_error" in record.getMessage()]
-    assert len(warnings) == 2 and all("vanished" in record.getMessage() for record in warnings), (
-        "again after a good one"
-    )
 
 
 def test_trainers_are_told_of_an_end_before_the_log_is_kept_elsewhere(

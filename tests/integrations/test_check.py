@@ -14,9 +14,11 @@ import torch
 
 from ftckpt.capture.chunks import ChunkCopy
 from ftckpt.capture.copier import Flight, HostCopier
+from ftckpt.cli import check as whole_check
 from ftckpt.cli import check_device
 from ftckpt.cli.findings import FAILED, PASSED, SKIPPED, WARNED, CheckResult
 from ftckpt.cli.main import main
+from tests.support.repository import is_golden
 
 pytestmark = pytest.mark.multiproc
 
@@ -132,3 +134,11 @@ def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     (found,) = check_device.device_checks(arena_root, 4)
     assert found.state == FAILED and "busy or unavailable" in found.text
+
+
+def test_results_then_remedies_then_their_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_check, "_checks", lambda *_: iter(FOUND))
+    assert main(["check"]) == 1
+    is_golden("check", capsys.readouterr().out)

@@ -36,6 +36,7 @@ from tests.support.errors import a_rank_raises
 from tests.support.event_logs import read_events
 from tests.support.mounting import leave_free, tmpfs
 from tests.support.pool import RankFailure, run_ranks
+from tests.support.repository import is_golden
 from tests.support.smps import start_smps
 from tests.support.storages import BUCKET, S3Server, committed, swift
 from tests.support.waiting import meet, until
@@ -424,7 +425,8 @@ def test_a_job_ends_where_storage_has_gone_and_memory_keeps_its_last_snapshot(
     assert main(["save", "test", "--arena", persisting["arena"]]) == 2
     Path(persisting["persist"]).mkdir()
     assert main(["save", "test", "--arena", persisting["arena"]]) == 0
-    assert "iteration 6 is at" in capsys.readouterr().out and committed(open_storage(persisting["persist"])) == [6]
+    is_golden("save", capsys.readouterr().out, storage=persisting["persist"])
+    assert committed(open_storage(persisting["persist"])) == [6]
 
 
 def test_an_end_that_brings_nothing_to_storage(
