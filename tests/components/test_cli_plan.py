@@ -217,6 +217,8 @@ def test_what_cannot_be_protected_before_a_failure_is_answered_with_no(capsys: p
     [
         ("--dp 8 --gpus-per-node 16 --params 1e9", "--gpus-per-node 16 8"),
         ("--nodes 2 --tp 3 --gpus-per-node 8 --params 1e9", "2 8 16 3"),
+        ("--nodes 2 --dp 8 --gpus-per-node 8 --params 1e9", "8 --dp 16"),
+        ("--nodes 2 --tp 3 --gpus-per-node 8 --params 1e9", "2 8 16 3"),
         ("--gpus-per-node 8 --params 34x", "--params 34x 34b 750m 1.5t 34e9"),
         ("--tp 2 --dp 4 --ep 3 --etp 1 --gpus-per-node 8 --params 1e9 --expert-params 1e8", "3"),
         ("--dp 8 --gpus-per-node 8 --params 1e9 --zero 1 --fsdp", "--fsdp --zero"),

@@ -59,6 +59,8 @@ def test_flags_and_section_are_merged() -> None:
     assert section.merged({"slots": 3}) == Config(enabled=True, interval=2, slots=3)
     assert section.merged({"enabled": False}) == Config(), "of an engine that is not to be saved"
     assert section.merged({"enabled": True, "interval": 2, "slots": 3}) == Config(enabled=True, interval=2, slots=3)
+    with pytest.raises(ConfigError):
+        section.merged({"enabled": True, "interval": 3})
 
 
 JSON = {"train_batch_size": 4, "ftckpt": {"enabled": True, "interval": 7}}
