@@ -240,7 +240,7 @@ def main(argv: list[str]) -> int:
     else:
         torch.set_num_threads(1)
         if "megatron" in args.jobs:
-            from tests.support import standin
+            from tests import standin
 
             standin.install()
     begin = time.monotonic()

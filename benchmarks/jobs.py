@@ -129,8 +129,8 @@ class DeepSpeedJob(TrainingJob):
     calls_step = False
 
     def __init__(self, argv: Sequence[str], **settings: Any) -> None:
+        from tests.standin import deepspeed as standin
         from tests.support.ds_jobs import BASE, BF16
-        from tests.support.standin import deepspeed as standin
 
         standin.install()
         import ftckpt.deepspeed  # noqa: F401 - before the script, which then registers its data

@@ -286,7 +286,7 @@ def clean(job: str) -> None:
 def agent_environment() -> dict[str, str]:
     """The environment of the agents of a run."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("TORCH", "PET_"))}
-    env.setdefault("FTCKPT_DEVICE", "tests.support.standin:cpu")
+    env.setdefault("FTCKPT_DEVICE", "tests.standin:cpu")
     return {
         **env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)
     }  # fmt: skip

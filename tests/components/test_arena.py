@@ -8,19 +8,16 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import xxhash
 
-from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError, MismatchError
-from ftckpt.memory import slots
-from ftckpt.memory.arena import Arena, clear_arena
-from ftckpt.memory.checks import CHECKS_NAME, Checks
+from ftckpt.errors import ArenaError, CorruptError, MemoryBudgetError
+from ftckpt.memory.arena import Arena
+from ftckpt.memory.checks import Checks
 from ftckpt.memory.control_block import SealId, SlotState
-from ftckpt.memory.directory import LOCK_NAME, arena_path, list_arenas, node_directory
+from ftckpt.memory.directory import arena_path, list_arenas, node_directory
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
@@ -111,20 +108,6 @@ def test_an_smp_knows_of_slots_that_it_has_not_mapped_yet(node_dir: Path) -> Non
         guarded.close()
 
 
-def test_a_cleared_arena_keeps_its_parity_and_is_made_anew(node_dir: Path, arena: Arena, reopened: Reopened) -> None:
-    path = arena.path
-    for name in ("parity.peer.0", "checks", ".slot1.0123abcd.new"):
-        (path / name).write_text(name)
-    clear_arena(path)
-    assert {entry.name for entry in path.iterdir()} <= {"parity.peer.0", LOCK_NAME}
-    with pytest.raises(CorruptError):
-        Arena.open(path)
-    anew = Arena.create(node_dir, MANIFEST, 2)
-    write(anew, 0, 7)
-    assert (path / "parity.peer.0").read_text() == "parity.peer.0"
-    assert reopened(anew).find(SnapshotId(LINEAGE, 7)) == 0
-
-
 def test_create_refuses_to_replace(node_dir: Path, arena: Arena) -> None:
     write(arena, 0, 3)
     with raises(ArenaError, "exists", "open", "remove"):
@@ -202,32 +185,6 @@ def test_an_arena_is_known_by_any_sound_header(arena: Arena, reopened: Reopened)
         Arena.open(arena.path)
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "flipped"])
-def test_a_bad_control_block_is_corrupt(arena: Arena, damage: str) -> None:
-    arena.close()
-    control = arena.path / "control"
-    match damage:
-        case "missing":
-            control.unlink()
-        case "empty":
-            os.truncate(control, 0)
-        case "truncated":
-            os.truncate(control, 1100)
-        case "flipped":
-            flip(control, 33)
-    with pytest.raises(CorruptError, match="control"):
-        Arena.open(arena.path)
-
-
-def test_a_control_block_of_another_version_is_a_mismatch(arena: Arena) -> None:
-    header = bytearray((arena.path / "control").read_bytes()[:504])
-    header[8] = 9
-    with open(arena.path / "control", "r+b") as file:
-        file.write(header + xxhash.xxh3_64_intdigest(bytes(header)).to_bytes(8, "little"))
-    with pytest.raises(MismatchError, match="version 9"):
-        Arena.open(arena.path)
-
-
 def test_a_link_in_place_of_a_slot_is_not_followed(node_dir: Path, arena: Arena, reopened: Reopened) -> None:
     slot = arena.path / "slot1.safetensors"
     slot.rename(node_dir / "elsewhere")
@@ -270,16 +227,6 @@ def test_no_room_for_a_slot_changes_nothing(node_dir: Path, monkeypatch: pytest.
         arena.allocate(1)
     assert not arena.allocated(1) and used_bytes(arena) == before and not arena.verify(0)
     arena.close()
-
-
-def test_what_a_killed_allocation_left_goes_with_the_next_lock(node_dir: Path) -> None:
-    arena = Arena.create(node_dir, MANIFEST, 2, allocate=1)
-    (arena.path / ".slot1.safetensors.0123abcd.new").write_bytes(bytes(9000))
-    arena.lock(0)
-    assert used_bytes(arena) == arena.image.file_bytes
-    arena.allocate(1)
-    assert arena.slot_error(1) is None
-    arena.remove()
 
 
 def _mapped(path: Path) -> bool:
@@ -400,58 +347,4 @@ def test_every_byte_of_a_slot_with_sections_is_verified(arena: Arena) -> None:
     assert not arena.verify(0)
 
 
-CHANGED = {"flipped": 40, "of another version": 8, "of another arena": 32}
 """The byte of the header; its checksum is wrong where it was flipped."""
-
-
-@pytest.mark.parametrize("damage", ["gone", "empty", *CHANGED])
-def test_a_bad_checks_file_is_as_good_as_none(arena: Arena, damage: str) -> None:
-    fill(arena, 0, 3, hashed=False)
-    fill(arena, 1, 4, hashed=True)
-    checks_of(arena).store_checked(0, named(arena, 0), taken(arena, 0), 0.5)
-    path = arena.path / CHECKS_NAME
-    assert arena.state(0) == SlotState.CHECKED
-    data = bytearray(path.read_bytes())
-    if damage in CHANGED:
-        data[CHANGED[damage]] ^= 1
-    if damage != "flipped":
-        data[504:512] = xxhash.xxh3_64_intdigest(bytes(data[:504])).to_bytes(8, "little")
-    path.unlink()
-    if damage != "gone":
-        path.write_bytes(b"" if damage == "empty" else data)
-    for view in (arena, Arena.open(arena.path)):
-        assert view.checks is None and view.unchecked(0) and view.state(0) == SlotState.SEALED
-        assert not view.verify(0) and not view.verify(1) and not view.unchecked(1)
-    again = checks_of(arena)  # an SMP starts and makes a new one
-    again.store_checked(0, named(arena, 0), taken(arena, 0), 0.25)
-    assert arena.state(0) == SlotState.CHECKED and not arena.unchecked(0)
-
-
-def test_a_slot_freed_or_allocated_while_a_reader_opens(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(arena, 1, 4)
-    opened = slots.open_mapping
-
-    def allocated_after(path: Path, *args: Any, **options: Any) -> Any:
-        try:
-            return opened(path, *args, **options)
-        finally:
-            if args[0] and path.name == "slot0.safetensors" and not arena.allocated(0):
-                arena.allocate(0)
-                write(arena, 0, 5)
-
-    def freed_before(path: Path, *args: Any, **options: Any) -> Any:
-        if args[0] and path.name == "slot0.safetensors" and arena.allocated(0):
-            arena.free(0)
-        return opened(path, *args, **options)
-
-    arena.free(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "open_mapping", allocated_after)
-        reader = Arena.open(arena.path)
-    assert not reader.verify(0)
-    reader.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "open_mapping", freed_before)
-        reader = Arena.open(arena.path)
-    assert not reader.allocated(0)
-    reader.close()

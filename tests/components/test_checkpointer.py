@@ -19,7 +19,6 @@ from ftckpt.model.lineage import NO_CHECKPOINT
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore.restart import Resumption
-from ftckpt.schedule.cost import IntervalRequest
 from ftckpt.session import checkpointer as checkpointer_module
 from ftckpt.session import start
 from ftckpt.session.actions import Disable, OldArenaRemoval, UpdateTargets
@@ -114,11 +113,6 @@ def test_an_action_that_fails_keeps_none_from_being_done() -> None:
     assert done == ["turned_off"]
 
 
-def test_a_rollback_to_nothing_is_refused(attach: Callable[..., Checkpointer]) -> None:
-    with raises(ConfigError, "rollback", "newer_than"):
-        attach().restore(rollback=True)
-
-
 def test_a_checkpoint_whose_iteration_is_no_number_is_refused(attach: Callable[..., Checkpointer]) -> None:
     with raises(ConfigError, "newer_than", "None"):
         attach().restore(newer_than=None)  # type: ignore[arg-type]
@@ -183,41 +177,6 @@ def test_what_a_start_has_rebuilt_is_to_be_protected_and_is_not_called_so(
         loaded.lineage, loaded.snapshot, loaded.in_memory, loaded.rebuilt
     )
     assert (state.targets.protected, state.targets.target) == (None if rebuilt else snapshot, snapshot)
-
-
-def test_what_is_sealed_is_posted_while_the_rank_computes(
-    restored: Callable[..., Checkpointer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not at the fence alone: where the boundary follows at once all ranks would wait for each other."""
-    monkeypatch.setattr("ftckpt.session.snapshot_driver._LOOK_SECS", 0.0)
-    rounds: list[Any] = []
-    guard, state = ProtectionStatus(), SessionState(Config())
-    links = SimpleNamespace(broken=False, agreement=SimpleNamespace(post=lambda vote, *_: rounds.append(vote)))
-    scheduler = SimpleNamespace(intervals=SimpleNamespace(request=IntervalRequest()), enter=nothing)
-    protection = SimpleNamespace(observe=lambda target: guard)
-    capture = SimpleNamespace(
-        sealed=False, flying=True, newest=None, in_graph=False, is_ready=lambda keep: True, fence=lambda secs: None
-    )  # fmt: skip
-    checkpointer = restored(scheduler, capture, protection=protection, links=links, state=state)
-    state.boundary(3)
-    state.agree()
-    checkpointer.phase("forward")
-    assert not rounds, "its copies are under way"
-    capture.sealed, capture.flying = True, False
-    for kind in ("start", "window"):
-        checkpointer.phase(kind)
-    assert not rounds, "these belong to the boundary, and to who waits for other ranks"
-    state.targets.interval, state.targets.target = 1, SnapshotId(LINEAGE, 0)
-    state.targets.timeout_secs = 1e12
-    guard = ProtectionStatus(alive=True, configured=True, sealed=True)
-    checkpointer.phase("forward")
-    assert not rounds, "what is being protected may be protected at the fence"
-    guard = ProtectionStatus(alive=True, configured=True, sealed=True, covered=True)
-    for kind in ("backward", "forward"):
-        checkpointer.phase(kind)
-    assert [vote.number for vote in rounds] == [1]
-    checkpointer.fence()
-    assert len(rounds) == 1, "once per snapshot"
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import stat
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
-from ftckpt.errors import ArenaError, CorruptError, MismatchError
-from ftckpt.memory.checks import Check, Checks, CheckState, checks_bytes
+from ftckpt.errors import ArenaError
+from ftckpt.memory.checks import Check, Checks, CheckState
 from ftckpt.memory.record import Stores
 from ftckpt.model.snapshot import SnapshotId
 from tests.support.errors import raises
@@ -86,18 +78,6 @@ def test_checked_then_encoded_as_readers_see_it(arena_root: Path, writer: Checks
         reader.drop_encoded(0)
 
 
-def test_the_file_is_private_and_whole(arena_root: Path) -> None:
-    before = os.umask(0)
-    try:
-        new_checks(arena_root).close()
-    finally:
-        os.umask(before)
-    status = (arena_root / "checks").stat()
-    assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_size == checks_bytes(SLOTS, CHUNKS) <= status.st_blocks * 512
-    assert [file.name for file in arena_root.iterdir()] == ["checks"]
-
-
 def test_what_is_encoded_must_be_what_was_checked(writer: Checks) -> None:
     three, four = SnapshotId(NEW, 3), SnapshotId(NEW, 4)
     others = [(0, (three, 30)), (1, (SnapshotId(OLD, 3), 30)), (1, (four, 30)), (1, (three, 31))]
@@ -126,96 +106,3 @@ def test_what_was_checked_is_there_at_every_store_that_revokes_encoded(
     writer.drop_encoded(0)
     assert seen and all(seen)
     assert_tells(reader.read(0), CheckState.CHECKED, OLD, 1)
-
-
-def test_a_reader_beside_the_writer_never_sees_a_mixture(writer: Checks, reader: Checks) -> None:
-    ended = threading.Event()
-
-    def write() -> None:
-        for iteration in range(1, 4000):
-            check(writer, 1, NEW, iteration)
-            if iteration % 3 == 0:
-                writer.store_encoded(1, (SnapshotId(NEW, iteration), 10 * iteration))
-        ended.set()
-
-    thread = threading.Thread(target=write)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        thread.start()
-        deadline = time.monotonic() + 60
-        while not ended.is_set() and time.monotonic() < deadline:
-            found = reader.read(1)
-            if found is not None:
-                assert_tells(found, found.state, NEW, found.snapshot.iteration)
-                assert found.state == CheckState.CHECKED or found.snapshot.iteration % 3 == 0
-        thread.join(60)
-    finally:
-        sys.setswitchinterval(before)
-    assert ended.is_set()
-
-
-def test_readers_refuse_and_the_writer_replaces_what_is_bad(arena_root: Path) -> None:
-    path = arena_root / "checks"
-    with pytest.raises(ArenaError):
-        opened(arena_root)
-    stale = new_checks(arena_root)
-    check(stale, 0, OLD, 1)
-    good = path.read_bytes()
-    for at in (0, 9, 13, 17, 33, 100, 503, 504, 511):
-        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        with pytest.raises(CorruptError):
-            opened(arena_root)
-    for damaged in (b"x", good[:100], good[:-1], good + b"\0", good[:511]):
-        path.write_bytes(damaged)
-        with pytest.raises(CorruptError):
-            opened(arena_root)
-    for slots, chunks, digest in ((3, CHUNKS, DIGEST), (SLOTS, 4, DIGEST), (SLOTS, CHUNKS, b"e" * 16)):
-        path.write_bytes(good)
-        with raises(CorruptError, "arena"):
-            Checks.create_or_open(arena_root, slots, chunks, digest, False)
-        fresh = Checks.create_or_open(arena_root, slots, chunks, digest, True)
-        assert fresh.read(0) is None and stale.replaced and not fresh.replaced
-        fresh.close()
-    stale.close()
-
-
-def test_another_version_is_a_mismatch(arena_root: Path) -> None:
-    new_checks(arena_root).close()
-    raw = bytearray((arena_root / "checks").read_bytes())
-    raw[8] = 2
-    raw[504:512] = xxhash.xxh3_64_intdigest(bytes(raw[:504])).to_bytes(8, "little")
-    (arena_root / "checks").write_bytes(raw)
-    with pytest.raises(MismatchError, match="version 2"):
-        opened(arena_root)
-    new_checks(arena_root).close()
-    opened(arena_root).close()
-
-
-CREATE = """
-import sys
-from pathlib import Path
-from ftckpt.memory import checks
-print("ready", flush=True)
-while True:
-    checks._create(Path(sys.argv[1]) / "checks", 2, 3, b"d" * 16)
-"""
-
-
-def test_a_kill_while_it_is_created_leaves_none_or_a_good_one(arena_root: Path) -> None:
-    for round_ in range(5):
-        with suppress(FileNotFoundError):
-            (arena_root / "checks").unlink()
-        command = [sys.executable, "-c", CREATE, str(arena_root)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-            time.sleep(0.001 * round_)  # any instant
-            child.kill()
-        if (arena_root / "checks").exists():
-            opened(arena_root).close()
-        new_checks(arena_root).close()
-        half_made = {file.name for file in arena_root.iterdir()} - {"checks"}
-        assert len(half_made) <= 1 and all(re.fullmatch(r"\.checks\.[0-9a-f]{8}\.new", name) for name in half_made)
-    (arena_root / "checks").unlink()
-    new_checks(arena_root).close()  # a half-made one is no obstacle, and does not stay
-    assert [file.name for file in arena_root.iterdir()] == ["checks"]

@@ -83,33 +83,10 @@ def test_killed_before_the_first_snapshot_of_the_new_layout_is_whole() -> None:
     assert [lacks(why, "6", "tp1dp2", "tp0-dp1") for why in again.passed_over] == [[]]
 
 
-def test_shards_of_one_name_and_two_layouts_never_make_one_snapshot() -> None:
-    lacking = wide((A, 5), without=["tp0-dp0"], whole=(A, 5))
-    with raises(LostError, "iteration 5", "tp2dp2", "tp0-dp0"):
-        choose([*lacking, *narrow((B, 4), without=["tp0-dp1"]), *narrow(without=["tp0-dp0"])])
-
-
 def test_a_lineage_of_two_layouts_is_an_error_that_names_both_arenas() -> None:
     reports = [*wide((A, 5)), *narrow((A, 6))]
     with raises(MismatchError, "tp0-dp0", "node n0", "lineage"):
         choose(reports)
-
-
-def test_a_layout_without_the_size_of_an_axis_says_what_to_do() -> None:
-    with raises(MismatchError, "dp"):
-        choose([report({"tp": 2}, "tp0-dp0", (A, 5))])
-
-
-def test_what_is_lost_of_the_old_layout_is_named() -> None:
-    with raises(LostError, "iteration 5", "tp1-dp0, tp1-dp1", "tp2dp2"):
-        choose(wide((A, 5), without=["tp1-dp0", "tp1-dp1"], whole=(A, 5)))
-
-
-def test_a_missing_arena_of_the_old_layout_was_there_once() -> None:
-    """A slot is sealed only after every rank has its arena: nothing was committed, and it is not a first start."""
-    with raises(LostError, "tp1-dp1", "tp2dp2"):
-        choose([*wide((A, 5), without=["tp1-dp1"]), *narrow()])
-    assert choose([*wide((A, 5), without=["tp1-dp1"]), *wide()[3:], *narrow()]) is None
 
 
 SNAPSHOTS = [(0, A, 1), (0, A, 2), (1, B, 2), (1, B, 3), (0, C, 3)]

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
-import sys
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftckpt.cli import answers
 from ftckpt.cli import main as cli
-from ftckpt.cli.answers import Answer, ProgressLine, alarming
+from ftckpt.cli.answers import Answer
 from ftckpt.cli.main import COMMANDS, main
 from ftckpt.frameworks.versions import TESTED, TRIED
 from tests.support.repository import ROOT, is_golden
 
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() for example in command.examples]
-
-
-def test_the_help_has_groups_with_an_example_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    is_golden("help", out)
-    for name, command in COMMANDS.items():
-        assert (f"\n  {name} " in out) != command.is_hidden, name
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
@@ -54,11 +39,6 @@ def test_each_example_is_a_command_line_that_the_command_takes(
     assert not capsys.readouterr().err
 
 
-def test_what_is_no_command_is_named_with_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["statis"]) == 2
-    assert "status" in capsys.readouterr().err
-
-
 def test_versions_are_those_found_and_whether_they_were_tested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +56,16 @@ def test_versions_are_those_found_and_whether_they_were_tested(
     assert megatron.endswith(": tested") and "not tested" in deepspeed and TESTED["DeepSpeed"][0] in deepspeed
 
 
+def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: Any) -> Any:
+        yield "a line"
+        yield Answer({"a": 1}, 1)
+
+    monkeypatch.setattr(import_module("ftckpt.cli.clean"), "run_clean", run)
+    assert main(["clean", "job"]) == 1 and capsys.readouterr().out == "a line\n"
+    assert main(["clean", "job", "--json"]) == 1 and json.loads(capsys.readouterr().out) == {"a": 1}
+
+
 def test_the_pages_name_the_same_releases() -> None:
     launch, trainers = (ROOT / "launch/README.md").read_text(), (ROOT / "ftckpt/integrations.md").read_text()
     table = launch.partition("<!-- environments -->")[2].partition("<!-- end of")[0]
@@ -86,68 +76,9 @@ def test_the_pages_name_the_same_releases() -> None:
     assert releases == {name: of for name, of in TRIED.items() if name != "torch"}
 
 
-SLOW = """
-import time
-print("importing", flush=True)
-time.sleep(60)
-"""
-
-
-INTERRUPTIBLE = """
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-runpy.run_module("ftckpt", run_name="__main__")
-"""
-
-
-def test_an_interrupt_while_torch_is_imported_leaves_no_trace(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(SLOW)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", INTERRUPTIBLE, "check", "--device"]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None and running.stdout.readline() == "importing\n"
-        running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=60)
-    assert running.returncode == 130 and err == "ftckpt: interrupted\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_red_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert alarming("bad", io.StringIO()) == "bad"
-    assert alarming("bad", Terminal()) == "\x1b[31mbad\x1b[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert alarming("bad", Terminal()) == "bad"
-
-
-@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["log", "terminal"])
-def test_progress_has_bytes_and_is_rare_in_logs(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(answers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", stream)
-    with ProgressLine("reading", 100 << 20) as progress:
-        for _ in range(24):
-            now[0] += 0.5
-            progress(1 << 20)
-    shown = stream.getvalue()
-    if stream.isatty():
-        assert shown.count("\r") == 25 and shown.endswith("\r\x1b[K") and "\n" not in shown
-    else:
-        assert shown == "ftckpt: reading: 20.0 MiB of 100.0 MiB, 2.0 MiB/s, 10 s\n"
-
-
-def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(_: Any) -> Any:
-        yield "a line"
-        yield Answer({"a": 1}, 1)
-
-    monkeypatch.setattr(import_module("ftckpt.cli.clean"), "run_clean", run)
-    assert main(["clean", "job"]) == 1 and capsys.readouterr().out == "a line\n"
-    assert main(["clean", "job", "--json"]) == 1 and json.loads(capsys.readouterr().out) == {"a": 1}
+def test_the_help_has_groups_with_an_example_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    is_golden("help", out)
+    for name, command in COMMANDS.items():
+        assert (f"\n  {name} " in out) != command.is_hidden, name

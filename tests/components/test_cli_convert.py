@@ -106,18 +106,6 @@ def test_what_cannot_be_done_is_said(
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
-def test_a_damaged_source_is_said(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = next(source.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    status, _, err = ftckpt(capsys, source, tmp_path / "out")
-    assert status == 2 and err and str(file) in err
-    file.write_bytes(data[:-1])
-    status, _, err = ftckpt(capsys, source, tmp_path / "out")
-    assert status == 2 and f"{file}: has {len(data) - 1} bytes" in err
-
-
 def test_verification_finds_whatever_differs(tmp_path: Path) -> None:
     tensors = model(2)
     source = Memory(tensors, wholes(tensors))
@@ -152,23 +140,6 @@ def broken_off_after(files: int, monkeypatch: pytest.MonkeyPatch, *words: object
     with monkeypatch.context() as patch:
         patch.setattr(UniversalWriter, "write", few)
         assert main(["convert", *map(str, words), "--max-file", "100B", "--workers", "1"]) == 2
-
-
-def test_a_destination_that_somebody_else_made_is_not_taken_for_the_finished_one(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken_off_after(1, monkeypatch, source, tmp_path / "out")
-    words = (source, tmp_path / "out", "--max-file", "100B")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes").write_text("mine")
-    assert not lacks(ftckpt(capsys, *words)[2], "out")
-    (tmp_path / "out.partial").rename(tmp_path / "aside")
-    assert not lacks(ftckpt(capsys, *words)[2], "out")
-    (tmp_path / "aside").rename(tmp_path / "out.partial")
-    (tmp_path / "out" / "notes").unlink()
-    (tmp_path / "out").rmdir()
-    status, out, _ = ftckpt(capsys, *words, "--verify")
-    assert status == 0 and not lacks(out, "1")
 
 
 def changed_universal(path: Path) -> None:

@@ -86,6 +86,44 @@ def test_every_byte_is_verified(damage: object, text: str, filled: Path, capsys:
     assert main(["verify", str(filled), "--iteration", "7"]) == 0
 
 
+KINDS: dict[str, dict[str, str]] = {
+    "megatron-dist": {
+        "iter_0000080/metadata.json": '{"sharded_backend": "torch_dist"}',
+        "latest_checkpointed_iteration.txt": "80",
+    },
+    "megatron-legacy": {"iter_0000080/mp_rank_00/model_optim_rng.pt": "", "latest_checkpointed_iteration.txt": "80"},
+    "deepspeed": {"global_step80/mp_rank_00_model_states.pt": "", "latest": "global_step80"},
+    "deepspeed-universal": {"global_step80/zero/optimizer_state.pt": "", "latest_universal": "global_step80"},
+    "weights": {"model.safetensors": ""},
+    "notes": {"notes.txt": ""},
+}
+"""Files of what others write, as far as it is known by them."""
+
+
+def make(kind: str, path: Path) -> None:
+    for name, text in KINDS[kind].items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "convert"])
+def test_snapshots_are_found_by_one_rule(
+    command: str, filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the place itself, next to exports, and by the folder of one checkpoint."""
+    beside = tmp_path / "beside"
+    make("megatron-dist", beside)
+    shutil.copytree(filled, beside / "ftckpt")
+    told = []
+    for number, where in enumerate((filled, beside, beside / "ftckpt", filled / "iter_0000007")):
+        words = [str(where)] if command != "convert" else [str(where), str(tmp_path / f"out{number}"), "--dry-run"]
+        assert main([command, *words]) == 0
+        told.append(capsys.readouterr().out)
+    newest, other = ("iteration 8", "iteration 7") if command == "convert" else ("iter_0000008", "iter_0000007")
+    assert all(newest in text for text in told[:3])
+    assert other in told[3] and newest not in told[3]
+
+
 def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pin", str(filled), "7"]) == 0
     shown = capsys.readouterr().out
@@ -107,69 +145,3 @@ def test_pins_are_shown(filled: Path, capsys: pytest.CaptureFixture[str]) -> Non
     storage.put("pins/iter_0000009", b"")
     assert main(["list", str(filled)]) == 0
     assert not lacks(capsys.readouterr().out.splitlines()[-1], "iter_0000009")
-
-
-def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", str(tmp_path)]) == 0 and capsys.readouterr().out
-    assert main(["verify", str(tmp_path)]) == 2 and capsys.readouterr().err
-    assert main(["list", str(tmp_path / "nowhere")]) == 2
-    assert main(["verify", str(tmp_path), "--iteration", "3"]) == 2 and not lacks(capsys.readouterr().err, "3")
-
-
-KINDS: dict[str, dict[str, str]] = {
-    "megatron-dist": {
-        "iter_0000080/metadata.json": '{"sharded_backend": "torch_dist"}',
-        "latest_checkpointed_iteration.txt": "80",
-    },
-    "megatron-legacy": {"iter_0000080/mp_rank_00/model_optim_rng.pt": "", "latest_checkpointed_iteration.txt": "80"},
-    "deepspeed": {"global_step80/mp_rank_00_model_states.pt": "", "latest": "global_step80"},
-    "deepspeed-universal": {"global_step80/zero/optimizer_state.pt": "", "latest_universal": "global_step80"},
-    "weights": {"model.safetensors": ""},
-    "notes": {"notes.txt": ""},
-}
-"""Files of what others write, as far as it is known by them."""
-
-
-def make(kind: str, path: Path) -> None:
-    for name, text in KINDS[kind].items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("megatron-dist", ("Megatron torch_dist", "iteration 80")),
-        ("megatron-legacy", ("Megatron", "format torch", "iteration 80")),
-        ("deepspeed", ("DeepSpeed checkpoint", "iteration 80")),
-        ("deepspeed-universal", ("DeepSpeed universal", "iteration 80")),
-        ("weights", ("Hugging Face", "safetensors")),
-        ("notes", ()),
-    ],
-)
-@pytest.mark.parametrize("command", ["list", "verify", "pin", "status", "clean", "save"])
-def test_what_is_of_another_kind_is_called_by_its_name(
-    command: str, kind: str, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(kind, there := tmp_path / "there")
-    assert main([command, str(there), *(["80"] if command == "pin" else [])]) == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in (str(there), *words)), told
-
-
-@pytest.mark.parametrize("command", ["list", "verify", "convert"])
-def test_snapshots_are_found_by_one_rule(
-    command: str, filled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At the place itself, next to exports, and by the folder of one checkpoint."""
-    beside = tmp_path / "beside"
-    make("megatron-dist", beside)
-    shutil.copytree(filled, beside / "ftckpt")
-    told = []
-    for number, where in enumerate((filled, beside, beside / "ftckpt", filled / "iter_0000007")):
-        words = [str(where)] if command != "convert" else [str(where), str(tmp_path / f"out{number}"), "--dry-run"]
-        assert main([command, *words]) == 0
-        told.append(capsys.readouterr().out)
-    newest, other = ("iteration 8", "iteration 7") if command == "convert" else ("iter_0000008", "iter_0000007")
-    assert all(newest in text for text in told[:3])
-    assert other in told[3] and newest not in told[3]

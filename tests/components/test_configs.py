@@ -141,7 +141,7 @@ def test_the_memory_that_a_flag_file_names_is_what_slots_and_parity_take(name: s
 
 MEGATRON_LM = """
 import json, sys
-from tests.support import standin  # the checkout has tests of its own
+from tests import standin  # the checkout has tests of its own
 sys.path.insert(0, sys.argv.pop(1))
 standin.install()
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args

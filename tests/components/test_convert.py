@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -190,22 +189,6 @@ def test_copies_that_differ_are_an_error_that_names_them(tmp_path: Path) -> None
         with raises(ConvertError, "weight/norm", "copies"):
             convert(source, UniversalWriter(tmp_path / "differ"), Options())
         assert not (tmp_path / "differ").exists()
-
-
-def test_some_rows_of_large_copies_are_averaged_in_little_memory() -> None:
-    tensors = {"weight/x": array((2048, 4096))}
-    source = Memory(tensors, [*wholes(tensors), *halves(tensors)], average=frozenset({"weight/x"}))
-    filler = Consolidator(source)
-    source.changed[0] = (tensors["weight/x"] + 2).reshape(-1)
-    tracemalloc.start()
-    try:
-        found = filler.get(filler.tensors[0], 900, 1100)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 16 << 20 < filler.tensors[0].nbytes
-    expected = (tensors["weight/x"][900:1100].astype(np.float64) + (tensors["weight/x"] + 2)[900:1100]) / 2
-    assert found.tobytes() == expected.astype(np.float32).tobytes()
 
 
 def test_a_source_that_is_not_whole_or_contradicts_itself_is_refused(tmp_path: Path) -> None:

@@ -8,16 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
 
-from ftckpt import idle_cores
 from ftckpt.capture import copier as copier_module
 from ftckpt.capture.chunks import ChunkCopy, Segment
 from ftckpt.capture.copier import Flight, HostCopier, Worker, copy_chunk
-from ftckpt.idle_cores import has_idle_core
 from ftckpt.schedule.bubbles import Always, Bubbles, WindowPlan
 from ftckpt.schedule.iteration import IterationForecast
 
@@ -274,45 +271,6 @@ def test_iterations_with_failures_drops_and_slow_threads(seed: int, queued: bool
                 cancelled = snapshot.cancel()
             assert snapshot.flight.wait(LONG_SECS)
             snapshot.check(cancelled)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_close_at_any_moment(seed: int, follow: Following) -> None:
-    dice = random.Random(seed)
-    for _ in range(15):
-        live, slot = torch.ones(4 * NUM), torch.zeros(16 * NUM, dtype=torch.uint8)
-        snapshot, copier = Snapshot(live, slot, random.Random(dice.random())), HostCopier()
-        follow(snapshot)
-        copier.start([live], snapshot.flight, Always())
-        for _ in range(dice.randrange(6)):
-            pause(dice)
-        cancelled = snapshot.cancel()
-        copier.close()
-        assert snapshot.flight.ended, "close came back while a copy ran"
-        snapshot.check(cancelled)
-        live.zero_()
-
-
-@pytest.mark.parametrize(
-    ("load", "own_cores", "expected"),
-    [
-        ("0.5 0.5 0.5 4/300 77", 4, True),  # three and the caller
-        ("0.5 0.5 0.5 5/300 77", 4, False),
-        ("0.5 0.5 0.5 50/300 77", 3, True),  # how its own cores are doing is not known
-        ("nothing of the kind", 4, True),
-        (None, 4, True),
-    ],
-)
-def test_a_core_is_idle_where_fewer_threads_run_than_there_are_cores(
-    load: str | None, own_cores: int, expected: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "loadavg"
-    if load is not None:
-        path.write_text(load)
-    monkeypatch.setattr(idle_cores, "_LOAD", path)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
-    assert has_idle_core() == expected
 
 
 def test_copies_wait_for_a_core_no_longer_than_their_patience(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +16,14 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import LoadPlan
 
 import ftckpt.dcp
 from ftckpt.cli.main import main
-from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, reader, writer
-from ftckpt.errors import ConfigError, DamagedError, StorageError, UnsupportedError
-from ftckpt.persist.commit import claim
+from ftckpt.dcp import StorageReader, StorageWriter, checkpoints, writer
+from ftckpt.errors import DamagedError, StorageError, UnsupportedError
 from ftckpt.persist.files import FileStorage
-from ftckpt.persist.objects import ObjectStorage
 from tests.support.errors import lacks, raises
 from tests.support.flips import flip
-from tests.support.killing import killed_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -112,16 +105,6 @@ def test_a_load_has_the_bits_of_the_save(tmp_path: Path, small_chunks: None) -> 
     assert leaves(found) == leaves(state(1)) and of_one.checkpoint_id == "iter_0000001"
 
 
-def test_an_object_store_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ObjectStorage("memory:///")  # another one each time that it is opened
-    for module in (ftckpt.dcp, writer, reader):
-        monkeypatch.setattr(module, "open_storage", lambda where: store)
-    for seed in (1, 2, 3):
-        save("memory:///", seed, keep=2)
-    assert checkpoints("memory:///") == ["iter_0000003", "iter_0000002"]
-    assert load("memory:///") == leaves(state(3))
-
-
 def test_part_of_a_state_and_other_types(tmp_path: Path, small_chunks: None) -> None:
     save(tmp_path, 1)
     weight, half = torch.zeros(300, 70, dtype=torch.float64), torch.zeros(5, 3, 17).permute(2, 1, 0)
@@ -162,24 +145,6 @@ def test_going_back_abandons_what_is_newer(tmp_path: Path) -> None:
     assert load(tmp_path) == leaves(state(13))
 
 
-def test_a_save_that_dies_leaves_the_one_before(tmp_path: Path) -> None:
-    save(tmp_path / "begun", 1)
-    for step in itertools.count():
-        shutil.copytree(tmp_path / "begun", tmp_path / "run")
-        was_killed = killed_at(step, partial(save, tmp_path / "run", 2, keep=1))  # type: ignore[arg-type]
-        newest = checkpoints(tmp_path / "run")[0]
-        assert load(tmp_path / "run") == leaves(state(int(newest[-1])))
-        assert main(["verify", str(tmp_path / "run")]) == 0
-        save(tmp_path / "run", 9, keep=1)  # leaves nothing of the dead one
-        assert load(tmp_path / "run") == leaves(state(9))
-        left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
-        assert len(left) == 3, left
-        if not was_killed:
-            break
-        shutil.rmtree(tmp_path / "run")
-    assert step > 10
-
-
 def test_a_flipped_bit_is_found_and_named(tmp_path: Path, small_chunks: None) -> None:
     save(tmp_path, 1)
     (file,) = tmp_path.glob("iter_*/*.safetensors")
@@ -212,21 +177,6 @@ def test_what_is_not_there_is_not_committed(tmp_path: Path) -> None:
     with fails(StorageError, "iter_0000002"):
         dcp.save(state(2), storage_writer=Losing(tmp_path))
     assert checkpoints(tmp_path) == ["iter_0000001"] and load(tmp_path) == leaves(state(1))
-
-
-class Late(StorageWriter):
-    """Commits after another save of the same iteration."""
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        if not checkpoints(self._where):
-            save(Path(self._where), 7)
-        super().finish(metadata, results)
-
-
-def test_of_two_saves_of_an_iteration_one_counts(tmp_path: Path) -> None:
-    with fails(StorageError, "iter_0000001"):
-        dcp.save(state(1), storage_writer=Late(tmp_path))
-    assert load(tmp_path) == leaves(state(7))
 
 
 def test_a_save_that_begins_leaves_what_another_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,33 +254,6 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
     with raises(UnsupportedError, "use_collectives"):
         StorageWriter(tmp_path).set_up_storage_writer(True, rank=0, use_collectives=False)
     assert checkpoints(tmp_path) == []
-
-
-def test_wrong_places_and_names_are_refused(tmp_path: Path) -> None:
-    with raises(ConfigError, "keep"):
-        StorageWriter(tmp_path, keep=-1)
-    for action in (partial(save, seed=1), load):
-        with raises(ConfigError, "checkpoint_id", "step-5"):
-            action(tmp_path, checkpoint_id="step-5")
-    with fails(StorageError, str(tmp_path)):
-        load(tmp_path)
-    with fails(StorageError, str(tmp_path / "a")):
-        save(tmp_path / "a" / "b", 1)
-    claim(FileStorage(str(tmp_path)), "run", "job")
-    with fails(StorageError, str(tmp_path)):
-        save(tmp_path, 1)
-
-
-def test_ranks_that_see_different_checkpoints_load_neither(tmp_path: Path) -> None:
-    plans = []
-    for seed in (1, 2):
-        save(tmp_path, seed)
-        rank = StorageReader(tmp_path)
-        rank.read_metadata()
-        plans.append(rank.prepare_local_plan(LoadPlan([])))
-    assert rank.prepare_global_plan(plans[1:] * 2) == plans[1:] * 2
-    with raises(StorageError, str(tmp_path)):
-        rank.prepare_global_plan(plans)
 
 
 def test_no_name_but_those_of_the_page() -> None:

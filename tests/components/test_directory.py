@@ -15,11 +15,9 @@ import pytest
 
 from ftckpt.cli.targets import jobs_in
 from ftckpt.errors import ArenaError
-from ftckpt.memory import end_notes
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.atomic_files import remove_unfinished
 from ftckpt.memory.directory import (
-    INTERVAL_NAME,
     SMP_LOCK_NAME,
     arena_path,
     clean_job,
@@ -27,11 +25,9 @@ from ftckpt.memory.directory import (
     node_directory,
     remove_job_if_empty,
 )
-from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.memory.locks import FileLock, JobLock
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest
-from ftckpt.smp.footprint import store_description
 from tests.support.errors import lacks, raises
 
 pytestmark = pytest.mark.usefixtures("as_flags")
@@ -214,15 +210,6 @@ for number in range(300):
 """
 
 
-def test_clean_says_what_it_cannot_remove(arena_root: Path) -> None:
-    node_dir = arena_root / "ftckpt-job" / "n0"
-    (node_dir / INTERVAL_NAME).mkdir(parents=True)
-    node_dir.chmod(0o700)
-    node_dir.parent.chmod(0o700)
-    with pytest.raises(IsADirectoryError):
-        clean_job(arena_root, "job")
-
-
 def test_starts_beside_a_clean_that_goes_on_and_on_lose_nothing(arena_root: Path) -> None:
     node_dir = arena_root / "ftckpt-job" / "node"
     process = subprocess.Popen(
@@ -279,28 +266,6 @@ def test_what_belongs_to_another_user_is_left_alone(arena_root: Path) -> None:
         with raises(ArenaError, "12345"):
             clean_job(arena_root, "job")
     assert list_arenas(node_dir) == [arena.path]
-
-
-def test_pages_and_notes_go_with_the_job(arena_root: Path) -> None:
-    node_dir = node_directory(arena_root, "job", "node")
-    with JobLock(node_dir, 0):
-        Heartbeat.open(node_dir, 0).leave()
-        end_notes.tell(node_dir, end_notes.ExitNote(1.0, "rank 0: ConfigError: a start that was refused"))
-        assert remove_job_if_empty(arena_root, "job", "node")
-    assert list(arena_root.iterdir()) == []
-    Heartbeat.open(node_directory(arena_root, "job", "node"), 0)  # what a killed job leaves
-    assert clean_job(arena_root, "job") == []
-    assert list(arena_root.iterdir()) == []
-
-
-def test_what_a_killed_smp_was_writing_keeps_no_directory(arena_root: Path) -> None:
-    left = node_directory(arena_root, "job", "node") / ".smp.json.0123abcd.new"
-    left.write_bytes(b"half")
-    store_description(left.parent, {})
-    assert not left.exists(), "the next SMP removes it"
-    left.write_bytes(b"half")
-    assert remove_job_if_empty(arena_root, "job", "node")
-    assert list(arena_root.iterdir()) == []
 
 
 def test_records_of_launchers_are_no_job_whatever_jobs_are_called(tmp_path: Path) -> None:

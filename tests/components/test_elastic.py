@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, LaunchError
 from ftckpt.frameworks import launcher, rendezvous
-from ftckpt.frameworks.launcher import is_drawn, job_name, node_name, tell_if_drawn
+from ftckpt.frameworks.launcher import is_drawn, job_name, node_name
 from ftckpt.memory.launch_record import AgentProcess
 from ftckpt.setting_checks import is_name
 from tests.support.errors import raises
@@ -85,23 +84,6 @@ def test_a_static_rendezvous_names_the_job(
     assert job_name("mine", STATIC) == "mine" and job_name(None, {**STATIC, "SLURM_JOB_ID": "1"}) == "slurm-1"
 
 
-@pytest.mark.parametrize(
-    ("words", "env"),
-    [
-        (["--rdzv-backend", "c10d"], {}),
-        (["--rdzv_backend=c10d"], {}),
-        (["--standalone"], {}),
-        ([], {"PET_RDZV_BACKEND": "etcd-v2"}),
-    ],
-)
-def test_a_place_that_is_drawn_anew_names_no_job(
-    agent: Callable[..., None], words: list[str], env: dict[str, str]
-) -> None:
-    agent(*words, "train.py", **env)
-    with pytest.raises(ConfigError, match=r"--rdzv-id .*FTCKPT_JOB"):
-        job_name(None, STATIC)
-
-
 DRAWN = "1e3a516a-1471-4c0b-9f7e-0a1b2c3d4e5f"
 
 
@@ -114,21 +96,6 @@ def test_an_id_that_torchrun_has_replaced_names_the_job(agent: Callable[..., Non
     assert job_name(None, {"TORCHELASTIC_RUN_ID": "k2"}) == "k2", "it has not"
     agent("train.py", PET_RDZV_ID="k3")
     assert job_name(None, env) == "k3"
-
-
-def test_a_name_that_torchrun_has_drawn_is_told(agent: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(launcher, "log_once", lambda text, *args: told.append(text % args))
-    env = {"TORCHELASTIC_RUN_ID": DRAWN}
-    agent("--standalone", "train.py")
-    assert job_name(None, env) == DRAWN and is_drawn(DRAWN, env)
-    for job in (DRAWN, "mine"):
-        tell_if_drawn(job, env)
-    (line,) = told
-    assert DRAWN in line and line and "FTCKPT_JOB" in line
-    assert not is_drawn("mine", env) and not is_drawn("k2", {"TORCHELASTIC_RUN_ID": "k2"})
-    agent("--rdzv-backend", "c10d", "--rdzv-id", DRAWN, "train.py")
-    assert not is_drawn(DRAWN, env), "somebody's scheduler names jobs so"
 
 
 @pytest.mark.parametrize("bad", ["a/b", "a b", "..", ".", "x" * 65, "ü", "a\n", "--"])
@@ -167,26 +134,6 @@ def test_agree_gives_one_new_name_to_each_attempt() -> None:
     names = [agree_all(store, world_size) for world_size in (3, 3, 1, 3, 4)]
     assert all(len(name) == 1 for name in names)
     assert len(set.union(*names)) == len(names)
-
-
-def test_agree_passes_over_what_a_broken_attempt_left() -> None:
-    store = HashStore()
-    with pytest.raises(LaunchError, match="ranks \\[1, 2\\]"):
-        rendezvous.agree(store, 0, 3, timeout_secs=0.1)  # a leader that nobody joined
-    (stale,) = agree_all(store, 2)
-    store.set(f"join/{stale}/1", "dead")
-    (name,) = agree_all(store, 2)
-    assert name != stale
-
-
-def test_a_follower_joins_the_leader_that_comes_late() -> None:
-    store = HashStore()
-    agree_all(store, 2)
-    with ThreadPoolExecutor(1) as pool:
-        follower = pool.submit(rendezvous.agree, store, 1, 2, 20.0)
-        threading.Event().wait(0.3)
-        assert not follower.done()  # the stale leader does not answer
-        assert rendezvous.agree(store, 0, 2, 20.0) == follower.result()
 
 
 def test_a_follower_alone_gives_up_at_its_deadline() -> None:
@@ -252,43 +199,11 @@ def test_nothing_is_done_where_no_store_is_shared(value: str | None, monkeypatch
     assert "nothing" in rendezvous.isolate_attempts()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_asks_for_a_store_once_it_listens(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own wait after a refusal is half a second and more."""
-    asked = threading.Event()
-    monkeypatch.setattr(TORCH, rendezvous._HOOK, lambda *_: asked.set())
-    rendezvous.connect_promptly()
-    hook = getattr(TORCH, rendezvous._HOOK)
-    rendezvous.connect_promptly()
-    assert getattr(TORCH, rendezvous._HOOK) is hook
-    with socket.socket() as server, ThreadPoolExecutor(1) as pool:
-        server.bind(("127.0.0.1", 0))
-        asking = pool.submit(hook, *server.getsockname(), rank, 2)
-        assert asked.wait(0.3) == (rank == 0)  # the first one is the store
-        server.listen()
-        asking.result(10)
-        assert asked.is_set()
-
-
 @pytest.mark.usefixtures("agent_store")
 def test_an_unknown_torch_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_HOOK", "no_such_name")
     with pytest.raises(LaunchError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         rendezvous.isolate_attempts()
-
-
-@pytest.mark.usefixtures("agent_store")
-@pytest.mark.parametrize(
-    ("nodes", "backend", "warns"), [("1", "c10d", False), ("2", "c10d", True), ("2", "static", False)]
-)
-def test_the_first_rank_names_what_lets_a_replaced_node_join(
-    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, nodes: str, backend: str, warns: bool
-) -> None:
-    """Not under a static rendezvous, which no other node can join."""
-    request.getfixturevalue("agent")("--rdzv-backend", backend, "train.py")
-    request.getfixturevalue("monkeypatch").setenv("GROUP_WORLD_SIZE", nodes)
-    rendezvous.isolate_attempts(timeout_secs=10)
-    assert (rendezvous.REMEDY in caplog.text) == warns
 
 
 @pytest.mark.usefixtures("agent_store")
@@ -306,20 +221,3 @@ def test_a_process_group_of_torch_s_own_call_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with raises(LaunchError, "ftckpt.torch.init_process_group(config"):
         ftckpt.torch.attach(torch.nn.Linear(1, 1), None, config=Config(enabled=True))  # type: ignore[arg-type]
-
-
-def test_a_poll_of_the_store_is_no_wait_that_times_out() -> None:
-    """torch warns of each, ten times a second for as long as rank 0 is late."""
-    looks: list[str] = []
-
-    class Shared:
-        def check(self, keys: list[str]) -> bool:
-            looks.extend(keys)
-            return len(looks) > 2
-
-        def wait(self, *_: object) -> None:
-            raise AssertionError("it was waited for")
-
-    assert rendezvous._comes(Shared(), "go", 30.0) and looks == ["go"] * 3  # type: ignore[arg-type]
-    looks.clear()
-    assert not rendezvous._comes(Shared(), "go", 0.0)  # type: ignore[arg-type]

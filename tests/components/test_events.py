@@ -1,4 +1,4 @@
-"""Events are complete JSON lines, and nothing about them can end training."""
+"""Events, errors and metrics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import inspect
 import json
 import os
+import re
 import termios
 import threading
 from array import array
@@ -16,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from ftckpt import event_file
+from ftckpt import errors, event_file
 from ftckpt.cli.event_log import EventLog
+from ftckpt.errors import FtckptError, error_from_json
 from ftckpt.events import ADVICE, EVENTS, Events, reference
+from ftckpt.smp.metrics import METRICS, full_name
+from ftckpt.smp.metrics import reference as metrics_reference
 from tests.support.errors import lacks
-from tests.support.processes import run_python
 from tests.support.repository import files_in
 from tests.support.waiting import until
+
+# --- events are complete JSON lines, and nothing about them can end training ---
 
 
 def lines(directory: Path, rank: int = 0) -> list[dict[str, object]]:
@@ -144,18 +150,6 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
         events.close()
 
 
-def test_a_file_system_that_hangs_at_the_end_of_the_process_does_not_keep_it(tmp_path: Path) -> None:
-    """The finalizers of Python must not wait for the file either."""
-    script = (
-        "import sys, pathlib, ftckpt.event_file as f, ftckpt.events as e; f.CLOSE_SECS = 0.2\n"
-        "events = e.Events(pathlib.Path(sys.argv[1]), 0, '', 0, True)\n"
-        "for _ in range(200): events.emit('copied', moved_bytes='x' * 1000)"
-    )
-    with Pipe(tmp_path) as pipe:
-        assert run_python(script, tmp_path, secs=30.0).returncode == 0
-        assert pipe.read()
-
-
 PACKAGE = Path(__file__).parents[2] / "ftckpt"
 
 
@@ -194,3 +188,82 @@ def test_a_loud_event_is_logged_with_what_to_do(caplog: pytest.LogCaptureFixture
     Events(None, 3).emit("storage_fails", iteration=7, error="full")
     assert not lacks(caplog.text, "storage_fails", "7", "error") and ADVICE["storage_fails"] in caplog.text
     assert ADVICE.keys() <= {name for name, kind in EVENTS.items() if kind.loud}
+
+
+# --- errors that another process recreates ---
+
+
+def kinds(base: type[FtckptError] = FtckptError) -> Iterator[type[FtckptError]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from kinds(kind)
+
+
+def sent(error: FtckptError) -> FtckptError:
+    return error_from_json(json.loads(json.dumps(error.to_json())), "rank 1: ")
+
+
+@pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
+def test_a_class_arrives_as_it_was(kind: type[FtckptError]) -> None:
+    arrived = sent(kind("--ftckpt-slots: 3"))
+    assert type(arrived) is kind and str(arrived) == f"rank 1: {kind('--ftckpt-slots: 3')}"
+
+
+def test_all_classes_are_in_one_module() -> None:
+    """Another process, whatever it has imported, must find the class."""
+    package = Path(errors.__file__).parent
+    known = {kind.__name__ for kind in kinds()}
+    elsewhere = [
+        f"{path.relative_to(package)}: {node.name}"
+        for path in package.rglob("*.py")
+        if path.name != "errors.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and known & {ast.unparse(base).split(".")[-1] for base in node.bases}
+    ]
+    assert not elsewhere
+
+
+@pytest.mark.parametrize("kind", ["Writing", "written", "Any", "", "os", None, 3])
+def test_what_names_no_error_is_a_plain_one(kind: object) -> None:
+    assert type(error_from_json({"kind": kind, "error": "why"})) is FtckptError
+
+
+# --- the table of metrics, its generated page, and the metrics of a node whose status is known ---
+
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "configs" / "monitoring"
+NAMES = {full_name(name) for name in METRICS}
+
+
+def test_the_page_of_metrics_is_made_of_their_table() -> None:
+    assert (ROOT / "ftckpt" / "METRICS.md").read_text() == "\n".join(metrics_reference()) + "\n"
+
+
+def expressions() -> dict[str, str]:
+    """The queries of all alerts and panels, by their titles."""
+    groups = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
+    found = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+    dashboard = json.loads((MONITORING / "grafana.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    return found
+
+
+def test_alerts_and_panels_ask_for_what_there_is() -> None:
+    asked = expressions()
+    assert len(asked) > 15
+    for title, text in asked.items():
+        names = set(re.findall(r"\bftckpt_[a-z_]+", text))
+        assert names and names <= NAMES, f"{title}: {names - NAMES}"
+
+
+def test_each_alert_names_a_severity_and_a_page_that_says_what_to_do() -> None:
+    for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+            headings = re.findall(r"^## (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings]
+            assert rule["annotations"]["summary"]

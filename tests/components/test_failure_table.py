@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 
 import pytest
@@ -84,15 +83,6 @@ def test_racks_are_a_row_where_they_have_labels() -> None:
     assert row(told(lone, Modes(peer=True)), ONE_RACK) == (1, 0)
 
 
-def test_an_arena_in_no_group_is_counted() -> None:
-    holdings = [holding(r, r // 2) for r in range(5)]  # the last node has one rank
-    found = told(holdings, Modes(node=True))
-    assert row(found, ONE_ARENA) == (5, 4)
-    assert found.failures[0].example == ("s4",)
-    nothing = told(holdings, Modes())
-    assert row(nothing, ONE_ARENA) == (5, 0) and nothing.memory["n0"].parity == 0
-
-
 def test_memory_counts_slots_two_parity_files_and_three_packages() -> None:
     holdings = [holding(r, r // 2) for r in range(4)]
     modes = Modes(node=True, peer=True)
@@ -136,13 +126,3 @@ def test_peers_read_the_state_once_for_each_loss_they_survive(losses: int) -> No
         )
         assert found.network[member.node] == pulled + 2 * 300
     assert sum(told(holdings, Modes(node=True)).network.values()) == 0
-
-
-def test_the_report_is_text_and_json() -> None:
-    found = told([holding(r, r // 4) for r in range(8)], Modes(node=True))
-    text = "\n".join(found.lines())
-    for words in (TWO_ARENAS, "16 (not: s0 and s1)", "none (not: n0)", "host RAM per node", "GiB", "network"):
-        assert words in text.replace("MiB", "GiB")
-    value = json.loads(json.dumps(found.to_json()))
-    assert value["failures"][0] == {"lost": ONE_ARENA, "cases": 8, "survived": 8, "example": []}
-    assert value["memory_per_node"]["sum"] == found.fullest.sum and value["network_bytes"]["job"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ftckpt.persist import commit, retention
 from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, claim, folder_of, require_own
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.paths import locate
-from ftckpt.persist.shards import ShardImage, StoredSnapshot
+from ftckpt.persist.shards import ShardImage
 from ftckpt.restore.storage_catalog import StorageCatalog
 from ftckpt.smp import flush as flushing
 from ftckpt.smp.arenas import MonitoredArenas
@@ -159,42 +159,6 @@ def test_what_is_not_wanted_any_more_is_removed(job: Job, monkeypatch: pytest.Mo
     assert not job.smps[0].events.of("flush_failed")
 
 
-def test_a_newer_one_waits_for_the_end_of_the_one_before(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be removing files at that moment, and must not take those of its successor for its own."""
-    told, writes = list[tuple[str, int]](), threading.Event()
-    own_mark, withdraw = CheckpointTransaction.own_mark, CheckpointTransaction.withdraw
-
-    def begin(pending: CheckpointTransaction) -> commit.NodeCommitMarker | None:
-        if pending.node == "a":
-            told.append(("begins", pending.snapshot.iteration))
-        return own_mark(pending)
-
-    def remove(pending: CheckpointTransaction) -> None:
-        if pending.node == "a":
-            with suppress(AssertionError):
-                until(lambda: ("begins", 8) in told, secs=0.5)
-            told.append(("removes", pending.snapshot.iteration))
-        withdraw(pending)
-
-    def stand(node: str) -> None:
-        if node == "a" and ("begins", 8) not in told:
-            writes.set()
-            until(lambda: (job.smps[0].tasks.flushes.current[0] or SnapshotId(LINEAGE, 7)).iteration == 8)
-
-    monkeypatch.setattr(CheckpointTransaction, "own_mark", begin)
-    monkeypatch.setattr(CheckpointTransaction, "withdraw", remove)
-    pieces_before(monkeypatch, stand)
-    for slot, iteration in enumerate((7, 8)):
-        job.snapshot(slot, iteration)
-    job.flush(7)
-    job.start()
-    assert writes.wait(20)
-    job.flush(8)
-    job.settled(8)
-    job.check(FileStorage(job.where), 8)
-    assert told == [("begins", 7), ("removes", 7), ("begins", 8)]
-
-
 def begun_by_b(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A number for each piece that node b writes from now on."""
     found: list[int] = []
@@ -228,20 +192,6 @@ def test_what_a_node_has_promised_it_never_takes_back(job: Job, monkeypatch: pyt
     job.smps[0].start()
     job.settled(7)
     assert not begun, "what is there is not written again"
-    job.check(FileStorage(job.where), 7)
-
-
-def test_a_mark_whose_files_are_gone_ends_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep that was killed has left it; its node rewrites the files, a little later than others theirs."""
-    promised(job)
-    job.smps[1].pause()
-    for name in [name for name in leftovers(job.where) if name.endswith(".safetensors")]:
-        Path(job.where, name).unlink()
-    job.flush(7)
-    job.smps[0].start()
-    until(lambda: any("another program" in told["error"] for told in job.smps[0].events.of("storage_fails")))
-    job.smps[1].start()
-    job.settled(7)
     job.check(FileStorage(job.where), 7)
 
 
@@ -303,15 +253,6 @@ def test_storage_that_fills_up_is_tried_again(
         job.settled(7)
         job.check(FileStorage(job.where), 7)
         assert leftovers(job.where) == []
-
-
-def test_storage_that_is_not_there_is_told_and_left(arena_root: Path, tmp_path: Path) -> None:
-    job = Job(arena_root, str(tmp_path / "nowhere"))
-    job.request(0, 7)
-    job.start()
-    until(lambda: job.states(7) == [FlushState.CANNOT] * 2)
-    assert "nowhere" in job.smps[0].events.of("flush_failed")[0]["reason"]
-    job.close()
 
 
 def test_a_run_that_goes_on_elsewhere_is_left_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,34 +344,6 @@ def test_what_a_job_branches_from_while_it_is_on_its_way_is_of_the_history_befor
     stored = commit.read_manifest(storage, CheckpointName(7))
     assert stored.lineage == FIRST, "no start of the new branch takes it"
     assert not StorageCatalog(None, (stored,)).selected(Selection(FIRST.branch(6))).snapshots
-
-
-def test_what_was_begun_is_not_removed_once_another_run_may_have_written_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has restored the same snapshot, which has the same names."""
-    standing, go_on = threading.Event(), threading.Event()
-    stand_at_second_file(monkeypatch, job.where, standing, go_on)
-    job.request(0, 7)
-    job.smps[1].start()
-    until(standing.is_set)
-    claim(FileStorage(job.where), "the new run", "job")
-    stop(job)
-    go_on.set()
-    until_ended()
-    assert leftovers(job.where) == [f"iter_0000007/{LINEAGE.hex()}-dp2.safetensors"]
-
-
-def test_a_limit_of_bytes_is_kept(arena_root: Path, where: str) -> None:
-    job = Job(arena_root, where, persist_rate="2MB/s")
-    job.start()
-    job.snapshot(0, 7)
-    job.wait_checked(7)
-    job.flush(7)
-    nbytes = sum(arena.image.file_bytes for arena in job.nodes[0].arenas)
-    took_secs = until(lambda: job.states(7) == [FlushState.DONE] * 2)
-    assert took_secs > 0.7 * nbytes / 2e6
-    job.close()
 
 
 def guarded(node: Node) -> MonitoredArenas:
@@ -548,51 +461,6 @@ def test_a_checkpoint_has_all_shards_of_its_layout_or_is_none(job: Job) -> None:
     job.smps[1].start()
     job.settled(7)
     job.check(storage, 7)
-
-
-def test_a_flush_that_was_stopped_removes_nothing_any_more(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its listing may take long, and others write files meanwhile that it does not know of."""
-    storage, reached, go_on = FileStorage(job.where), threading.Event(), threading.Event()
-    sweep = commit.sweep
-
-    def slowly(storage: FileStorage, current: SnapshotId, *rest: Any) -> list[str]:
-        if committed(storage):
-            reached.set()
-            go_on.wait(20)
-        return sweep(storage, current, *rest)
-
-    monkeypatch.setattr(commit, "sweep", slowly)
-    stop_once(job, reached)
-    CheckpointTransaction(storage, SnapshotId(LINEAGE, 5), "b").write("dp2.safetensors", [b"of others"])
-    go_on.set()
-    until_ended()
-    assert leftovers(job.where) == [f"iter_0000005/{LINEAGE.hex()}-dp2.safetensors"]
-
-
-def test_what_a_restart_reads_stays_there_whatever_takes_its_place(job: Job) -> None:
-    storage, before = FileStorage(job.where), SnapshotId(b"b" * 16, 7)
-    name = f"{folder_of(7)}/manifest.json"
-    storage.put(name, StoredSnapshot(before, "job", {}, {}, FIRST).encode())
-    retention.hold(storage, "restart")
-    job.request(0, 7)
-    job.start()
-    job.settled(7)
-    assert commit.read_manifest(storage, CheckpointName(7)).snapshot.lineage == LINEAGE
-    assert commit.read_manifest(storage, CheckpointName(7, 1)).snapshot == before
-
-
-def test_what_is_pinned_and_cannot_be_read_is_not_replaced(job: Job) -> None:
-    storage, name = FileStorage(job.where), f"{folder_of(7)}/manifest.json"
-    before = StoredSnapshot(SnapshotId(b"b" * 16, 7), "job", {}, {}).encode()
-    storage.put(name, before)
-    retention.pin(storage, CheckpointName(7))
-    before = before.replace(b'"version": 2', b'"version": 9')
-    storage.put(name, before)
-    job.request(0, 7)
-    job.start()
-    until(lambda: job.smps[0].events.of("flush_failed"))
-    assert job.smps[0].events.of("flush_failed")[0]["reason"]
-    assert storage.read(name) == before
 
 
 def saves(job: Job, where: Path, anew: bool = False) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -56,16 +54,6 @@ def test_files_of_the_user_stay(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not lacks(capsys.readouterr().out, "job.sh")
 
 
-def test_a_link_of_the_user_is_not_written_through(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("elsewhere")
-    (tmp_path / "to" / "launch").mkdir(parents=True)
-    (tmp_path / "to" / "launch" / "job.sh").symlink_to(other)
-    assert main(["init", "torchrun", str(tmp_path / "to")]) == 2
-    assert main(["init", "torchrun", str(tmp_path / "to"), "--force"]) == 0
-    assert other.read_text() == "elsewhere" and not (tmp_path / "to" / "launch" / "job.sh").is_symlink()
-
-
 @pytest.mark.parametrize("at", ["to", "to/configs", "to/launch"])
 @pytest.mark.parametrize("force", [[], ["--force"]])
 def test_a_file_in_the_way_is_named_and_nothing_is_left(
@@ -77,23 +65,3 @@ def test_a_file_in_the_way_is_named_and_nothing_is_left(
     assert at in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.name != "to"] == [tmp_path / at] * (at != "to")
     assert (tmp_path / at).read_text() == "mine"
-
-
-def test_a_disk_that_fails_half_way_leaves_the_users_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "ftckpt.flags").write_text("mine")
-    copy, copied = shutil.copy, list[Path]()
-
-    def copy_some(source: Path, target: Path) -> None:
-        if len(copied) == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-        copied.append(target)
-        copy(source, target)
-
-    monkeypatch.setattr(shutil, "copy", copy_some)
-    assert main(["init", "torchrun", str(tmp_path), "--force"]) == 2
-    assert capsys.readouterr().err
-    assert files(tmp_path) == {"configs/ftckpt.flags"} and not (tmp_path / "launch").exists()
-    assert (tmp_path / "configs" / "ftckpt.flags").read_text() == "mine"

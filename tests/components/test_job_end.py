@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from ftckpt.model import objects
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.training_state import Description, Piece
-from ftckpt.session import shutdown
 from ftckpt.session.actions import TakeSnapshot
 from ftckpt.session.session import SessionState
 from ftckpt.session.shutdown import JobEnd, LastFlush, RankShutdown
@@ -143,22 +142,3 @@ def test_where_all_slots_are_kept_the_target_gives_way_and_never_what_is_whole_o
     assert taken == [TakeSnapshot(at(10), frozenset(have(8, 5) if full else have(8, 7, 5)))]
     assert marks == ([None] if full else []), "the SMP stops before its slot is written"
     assert capture.done == ["begin", "fence", "settle"]
-
-
-@pytest.mark.parametrize(("persisted", "flushed"), [(None, [9]), (at(7), [9]), (at(9), [])])
-def test_the_last_snapshot_is_flushed_unless_it_is_on_storage(
-    persisted: SnapshotId | None, flushed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    came: list[int] = []
-    monkeypatch.setattr(
-        shutdown, "flush_last", lambda group, events, last, *_, **__: came.append(last.iteration) or 1
-    )
-    monkeypatch.setattr(shutdown.codec, "gather", lambda group, mine, kind: [mine])
-    state = SessionState(Config())
-    state.flushes.persisted, arena = persisted, SimpleNamespace(snapshots=lambda: have(7, 9))
-    capture = SimpleNamespace(arena=arena, settle=lambda secs: None, flight=None)
-    rank: Any = SimpleNamespace(
-        state=state, config=Config(persist="/there"), events=None, group=None, protection=SimpleNamespace(mark=id)
-    )
-    assert not LastFlush(rank, cast(Any, SimpleNamespace(capture=capture, kept=None)), -1).run()
-    assert came == flushed

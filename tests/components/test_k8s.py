@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ TORCHRUN_SECS = 30
 """How long torchrun waits for ranks after SIGTERM: its own default."""
 SAVE_MORE_SECS = 15
 """The time that ``job.sh`` adds to a save, and that an SMP needs to end (at most 20 s)."""
-QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGT]i?)?")
 Json = dict[str, Any]
 
 
@@ -156,20 +154,6 @@ def test_a_probe_asks_for_the_smp_of_this_job_and_leaves_it_time(path: Path) -> 
         assert smp[name]["timeoutSeconds"] >= 10, "Python starts slowly where all cores train"
     liveness = smp["livenessProbe"]
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 120, "one that is only slow would be killed"
-
-
-@OF_PODS
-def test_memory_of_the_arenas_counts_in_the_limits(path: Path) -> None:
-    spec = spec_of(path)
-    (volume,) = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
-    limits = [
-        container["resources"]["limits"]["memory"] for container in (*spec["initContainers"], *spec["containers"])
-    ]
-    assert all(QUANTITY.fullmatch(text) for text in (volume["sizeLimit"], *limits))
-    gib = [int(text.removesuffix("Gi")) for text in (volume["sizeLimit"], *limits)]
-    assert gib[2] > gib[0], "what is written to the volume is charged to who writes it"
-    for container in (*spec["initContainers"], *spec["containers"]):
-        assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
 
 
 def settings(container: Json) -> dict[str, str]:

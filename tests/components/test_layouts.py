@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 import ftckpt.megatron
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, LayoutError
-from ftckpt.frameworks.launcher import world_size
 from ftckpt.megatron import job
 from ftckpt.megatron.layouts import rewrite
 from ftckpt.model.layouts import AXES, JobSizes, choose, fits, parse_layout
@@ -49,13 +47,7 @@ def test_a_name_gives_its_sizes_in_any_order(sizes: dict[str, int], order: Any) 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("", ""),
-        ("tp2,pp2", "tp2,pp2"),
-        ("tp0", "tp0"),
-        ("tp2sp2", "sp"),
-        ("tp2pp2tp4", "tp2pp2tp4 tp"),
-    ],
+    [("", ""), ("tp2,pp2", "tp2,pp2"), ("tp0", "tp0"), ("tp2sp2", "sp"), ("tp2pp2tp4", "tp2pp2tp4 tp")],
 )
 def test_a_wrong_name_is_refused_by_its_reader_and_at_start(name: str, message: str) -> None:
     with raises(LayoutError, *message.split()):
@@ -167,32 +159,6 @@ def test_the_sizes_are_put_on_the_command_line(more: str, layouts: str, world: i
     assert rewrite(argv, layouts, world) == (argv, choice)
 
 
-@pytest.mark.parametrize(
-    ("more", "layouts", "message"),
-    [
-        (" --yaml-cfg job.yaml", "tp2", "--yaml-cfg"),
-        (" --num-experts 3", "ep2", "ep2 3 2"),
-        ("", "ep2", ""),
-        (" --rampup-batch-size 4 2 1000", "tp1dp4", "4"),
-        (" --decoder-first-pipeline-num-layers 1", "pp4", "4 2"),
-        (" --no-overlap-p2p-communication", "tp2pp2vpp2", "3"),
-    ],
-)
-def test_a_command_line_that_no_layout_fits_is_refused(more: str, layouts: str, message: str) -> None:
-    with raises(LayoutError, *message.split()):
-        rewrite((LINE + more).split(), layouts, 4)
-
-
-def test_stages_of_a_layout_by_hand_are_counted() -> None:
-    pytest.importorskip("megatron.core")
-    table = ["--pipeline-model-parallel-layout", "Et|tt|t|L"]
-    argv, choice = rewrite([*LINE.split(), *table], "tp2pp2,tp2pp4,tp1pp2vpp2", 4)
-    assert choice.name == "tp1pp2vpp2dp2" and "--num-virtual-stages-per-pipeline-rank" not in argv
-    assert choice.passed[0][0] == "tp2pp2" and not lacks(
-        choice.passed[0][1], "2", "--pipeline-model-parallel-layout", "4"
-    )
-
-
 def parser() -> Any:
     import argparse
 
@@ -216,26 +182,3 @@ def test_the_flags_join_a_parser_that_reads_the_chosen_sizes(monkeypatch: pytest
     args = _add_flags(lambda made: made, parser()).parse_args()
     assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (4, 1)
     assert args.ftckpt_layouts == "tp2pp2dp2,tp4" and args.lr == 1e-3
-
-
-def test_a_script_asks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    ftckpt.megatron.configure(Config(enabled=True, layouts="tp2pp2dp2,tp2pp1"))
-    assert ftckpt.megatron.choose_layout(GPT) == parse_layout("tp2dp2")
-    assert ftckpt.megatron.choose_layout(GPT, ["tp1pp2"], 8) == parse_layout("pp2dp4")
-    assert ftckpt.megatron.choose_layout(GPT, half, 8) == parse_layout("tp4dp2")
-    monkeypatch.delenv("WORLD_SIZE")
-    assert "WORLD_SIZE" not in os.environ and world_size() == 1
-    with raises(LayoutError, "1 rank", "tp2pp2dp2 needs 8", "tp2pp1", "2"):
-        ftckpt.megatron.choose_layout(GPT)
-
-
-def test_a_job_in_another_layout_than_the_chosen_one_is_refused() -> None:
-    built = {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2, "ep": 1, "etp": 2, "distributed_optimizer": True}
-    with raises(LayoutError, "call"):
-        job.check_layout(built)
-    ftckpt.megatron.choose_layout(GPT, "tp2", 4)
-    job.check_layout(built)
-    ftckpt.megatron.choose_layout(GPT, "tp2cp2", 4)
-    with raises(LayoutError, "tp2pp1cp2dp1", "tp2pp1dp2"):
-        job.check_layout(built)

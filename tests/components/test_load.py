@@ -23,8 +23,8 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.restore import redistribute as wire
 from ftckpt.restore.chunk_reads import OpenShard
-from ftckpt.restore.load import Item, Reads, Traffic, Transfer, execute, fetch, transfer, transfers_of
-from ftckpt.restore.plan import ReadItem, StridedCopy, run
+from ftckpt.restore.load import Item, Reads, Traffic, Transfer, execute, fetch, transfers_of
+from ftckpt.restore.plan import StridedCopy, run
 from ftckpt.restore.tensor_index import Index, ShardEntry
 from tests.support.arenas import ThreadGroup as Gathering
 from tests.support.errors import lacks
@@ -318,18 +318,6 @@ def test_a_rank_of_many_has_few_partners() -> None:
     assert max(partners for _, partners in ranks) <= nodes - 1 + 2 + 2, ranks
 
 
-def test_a_rank_reads_its_own_arena_where_that_has_what_others_have_too() -> None:
-    """To open another one costs a large model a tenth of a second."""
-    places = tuple(RankPlace({"dp": rank}, "n") for rank in range(3))
-    fragment = Fragment("w", "U8", (64,), Box((0,), (64,)), 0, 64)
-    index = Index(ShardEntry(source, fragment, 0) for source in range(3))
-    slots = [SlotAt("n", f"a{rank}", 0) for rank in range(3)]
-    for rank, own in enumerate(slots):
-        needs = [(fragment, torch.zeros(64, dtype=torch.uint8))] * 4
-        transfers = transfers_of(Topology(rank, places, {"dp": 3}), index, needs, slots, own=own)
-        assert [one.source for one in transfers] == [own]
-
-
 def test_a_source_that_one_rank_cannot_open_is_an_error_on_all_before_any_data() -> None:
     def rank_main(group: ThreadGroup) -> str:
         buffer = torch.zeros(8, dtype=torch.uint8)
@@ -381,28 +369,3 @@ def test_messages_are_bounded_full_and_in_order(strips: list[tuple[int, int, int
 
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "BOOL": torch.bool, "F64": torch.float64, "U8": torch.uint8}
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_elements_of_a_read_land_at_their_bytes(name: str) -> None:
-    dtype, item = TYPES[name], TYPES[name].itemsize
-    fragment = Fragment.whole("w", name, (10,), Box((0,), (10,)))
-    live = [torch.zeros(4, dtype=dtype), torch.zeros(6, dtype=dtype)]
-    runs = [(2, 1, 3), (7, 4, 2)]
-    source = SlotAt("n", "a0", 0)
-    planned = transfer(
-        source, 0, [ReadItem(ShardEntry(0, fragment, 64), 1, tuple(run(*found) for found in runs))], live
-    )
-    assert planned.nbytes == 5 * item
-    assert planned.items[0].copies == (run(64 + 2 * item, item, 3 * item), run(64 + 7 * item, 4 * item, 2 * item))
-    data = bytes([0, 1] * (SLOT_BYTES // 2))
-    arenas = FakeArenas({("a0", 0): data})
-    run_ranks(
-        1, lambda group: execute(cast(Group, group), lambda: arenas.reads(group, [planned]), cast(OpenArenas, arenas))
-    )
-    kept = data[64 : 64 + 10 * item]
-    expected = bytearray(6 * item)
-    for begin, at, numel in runs:
-        expected[at * item : (at + numel) * item] = kept[begin * item : (begin + numel) * item]
-    assert live[1].view(torch.uint8).numpy().tobytes() == bytes(expected)
-    assert not live[0].any()

@@ -1,20 +1,33 @@
-"""The memory check: which limit binds, for each kind of limit, and its message."""
+"""A node's memory: its limits, its ledger, and what is left of others."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ftckpt.errors import MemoryBudgetError
-from ftckpt.memory import memory_limits
+from ftckpt.memory import ledger, memory_limits
+from ftckpt.memory import ledger as ledger_module
+from ftckpt.memory.directory import SMP_LOCK_NAME, clean_job, node_directory
+from ftckpt.memory.ledger import FileKind, Ledger, LedgerEntry, name_other_jobs, refusal, require, slots_to_allocate
+from ftckpt.memory.locks import FileLock, JobLock
 from ftckpt.memory.mapping import create_mapping
 from ftckpt.memory.memory_limits import check_budget, may_hang, room_in
+from ftckpt.model.snapshot import SnapshotId
+from tests.support.arenas import Rank, on_all, ranks
 from tests.support.errors import lacks, raises
 
 pytestmark = pytest.mark.usefixtures("as_flags")
+
+# --- the memory check ---
+
 
 GIB = 1 << 30
 
@@ -117,15 +130,6 @@ def test_a_slot_that_is_allocated_in_training_leaves_others_their_reserve(shared
     allocate(1 << 20)  # what no arena can do without
 
 
-def test_available_memory_binds(host: Host) -> None:
-    host.check(12 * GIB)
-    host.check(0)
-    text = host.refusal(12 * GIB + 1)
-    assert f"need 12.0 GiB ({12 * GIB + 1} bytes)" in text
-    assert not lacks(text, "12.0 GiB", "MemAvailable")
-    assert "--ftckpt-slots" in text and not lacks(text, str(host.path), "16.0 GiB")
-
-
 def test_a_small_tmpfs_binds(host: Host) -> None:
     host.statvfs.f_bavail = (64 << 20) // 4096
     text = host.refusal(65 << 20)
@@ -164,22 +168,6 @@ def test_idle_file_cache_counts_as_free(host: Host, line: str, base: str, name: 
     assert not lacks(host.refusal(2 * GIB + 1), "2.0 GiB")
 
 
-def test_the_smallest_of_several_binds(host: Host) -> None:
-    host.cgroup("0::/g", "g", 8 * GIB, 5 * GIB)
-    host.statvfs.f_bavail = GIB // 4096
-    text = host.refusal(20 * GIB)
-    assert not lacks(text, "1.0 GiB")
-    assert all(part in text for part in ("MemAvailable 12.0 GiB", "cgroup /g (limit 8.0 GiB) 3.0 GiB"))
-
-
-def test_missing_and_broken_files_bind_nothing(host: Host) -> None:
-    host.cgroup("0::/g", "g", "many", 5)
-    (host.proc / "meminfo").unlink()
-    host.check(16 * GIB)
-    (host.proc / "self" / "cgroup").write_bytes(b"\xff\n::\nx")
-    host.check(16 * GIB)
-
-
 @pytest.mark.parametrize(
     "kind, hangs", [("nfs4", True), ("lustre", True), ("fuse.sshfs", True), ("tmpfs", False), ("xfs", False)]
 )
@@ -190,3 +178,184 @@ def test_file_systems_of_other_machines_may_hang(host: Host, kind: str, hangs: b
     (host.proc / "self" / "mountinfo").unlink()
     assert may_hang(host.path, host.proc), "nobody knows what it is"
     assert not may_hang(None)
+
+
+# --- the ledger ---
+
+
+SNAPSHOTS = [SnapshotId(lineage, iteration) for lineage in (b"a" * 16, b"b" * 16) for iteration in (3, 4, 5)]
+_named = st.sampled_from([None, *SNAPSHOTS])
+_slot = st.tuples(st.sampled_from([FileKind.SLOT, FileKind.DAMAGED]), _named)
+_parity = st.tuples(st.just(FileKind.PARITY), _named)
+_other = st.tuples(st.just(FileKind.OTHER), st.none())
+_arena = st.lists(st.one_of(_slot, _parity, _other), min_size=1, max_size=8)
+_needed = st.sets(st.sampled_from(SNAPSHOTS), max_size=3)
+
+
+def in_use(arenas: list[list[tuple[FileKind, SnapshotId | None]]]) -> Ledger:
+    return Ledger(tuple(
+        LedgerEntry(f"file{number}", 1 << number, arena=f"arena{index}", kind=kind, snapshot=snapshot)
+        for index, arena in enumerate(arenas)
+        for number, (kind, snapshot) in enumerate(arena)
+    ))  # fmt: skip
+
+
+ledgers = st.lists(_arena, max_size=4).map(in_use)
+
+
+def free(ledger: Ledger) -> set[tuple[str, str]]:
+    return {(entry.arena, entry.name) for entry in ledger.entries if entry.is_spare}
+
+
+def left(ledger: Ledger) -> Ledger:
+    return Ledger(tuple(entry for entry in ledger.entries if not entry.is_spare))
+
+
+def named(entries: Collection[LedgerEntry], needed: Collection[SnapshotId]) -> set[tuple[str, str]]:
+    return {(entry.arena, entry.name) for entry in entries if entry.snapshot in needed}
+
+
+@given(ledgers, _needed)
+def test_nothing_that_is_needed_is_freed(ledger: Ledger, needed: set[SnapshotId]) -> None:
+    kept = left(ledger.spare(needed))
+    assert named(kept.entries, needed) == named(ledger.entries, needed)
+
+
+@given(ledgers, _needed)
+def test_what_stays_can_be_read_by_what_tells_what_it_holds(ledger: Ledger, needed: set[SnapshotId]) -> None:
+    kept = left(ledger.spare(needed)).entries
+    for arena in {entry.arena for entry in kept}:
+        before = [entry for entry in ledger.entries if entry.arena == arena]
+        readable = [entry for entry in kept if entry.arena == arena and entry.kind == FileKind.SLOT]
+        assert bool(readable) == any(entry.kind == FileKind.SLOT for entry in before)
+        others = {entry.name for entry in before if entry.kind == FileKind.OTHER}
+        assert others <= {entry.name for entry in kept if entry.arena == arena}, "an arena is whole or gone"
+
+
+@given(ledgers, _needed)
+def test_all_that_is_of_no_use_is_freed(ledger: Ledger, needed: set[SnapshotId]) -> None:
+    kept = left(ledger.spare(needed)).entries
+    assert {entry.arena for entry in kept} == {entry.arena for entry in ledger.entries if entry.snapshot in needed}
+    for arena in {entry.arena for entry in kept}:
+        mine = [entry for entry in kept if entry.arena == arena and entry.snapshot not in needed]
+        assert sum(entry.kind in {FileKind.SLOT, FileKind.DAMAGED} for entry in mine) <= 1
+        assert all(entry.snapshot is None for entry in mine if entry.kind == FileKind.PARITY), (
+            "it names another snapshot"
+        )
+
+
+def test_a_start_needs_what_is_whole_and_what_is_protected() -> None:
+    whole, protected, other = SNAPSHOTS[2], SNAPSHOTS[1], SNAPSHOTS[0]
+    ledger = replace(
+        in_use([[(FileKind.SLOT, one) for one in (whole, protected, other)]]), protected=frozenset({protected})
+    )
+    assert free(ledger.spare(ledger.needed(whole))) == {("arena0", "file2")}
+
+
+def test_parity_that_an_smp_guards_gives_no_memory_back_unless_its_arena_goes() -> None:
+    lent = LedgerEntry("parity", 100, arena="a", kind=FileKind.PARITY, snapshot=SNAPSHOTS[0], lent=True)
+    slot = LedgerEntry("slot", 1000, arena="a", kind=FileKind.SLOT, snapshot=SNAPSHOTS[1])
+    ledger = Ledger((lent, slot))
+    assert ledger.spare({SNAPSHOTS[1]}).free_bytes == 0 and free(ledger.spare({SNAPSHOTS[1]})) == {("a", "parity")}
+    assert ledger.spare(set()).free_bytes == 1100
+
+
+@given(st.integers(0, 6), st.integers(1, 6), st.integers(0, 3), st.integers(-3, 6))
+def test_how_many_slots_to_allocate(there: int, slots: int, needed: int, most: int) -> None:
+    there = min(there, slots)
+    new = slots_to_allocate(there, slots, needed, most)
+    assert 0 <= new <= slots - there
+    assert there + new >= min(slots, needed + 1), "one can be written"
+    assert there + new <= max(there, most, needed + 1), "no more than configured, old ones among them"
+
+
+# --- whether it fits ---
+
+
+def test_no_room_is_asked_for_again_while_an_smp_may_give_some_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def check(path: Path, need_bytes: int) -> None:
+        calls.append(need_bytes)
+        if len(calls) < 3:
+            raise MemoryBudgetError("no room")
+
+    monkeypatch.setattr(ledger_module, "check_budget", check)
+    monkeypatch.setattr(ledger_module, "_RETRY_SECS", 0.001)
+    assert refusal(tmp_path, 7, 5.0) == "no room" and calls == [7], "no SMP: nobody gives anything back"
+    with FileLock(tmp_path / SMP_LOCK_NAME, 0, "the SMP", "end it"):
+        require(tmp_path, 7, 5.0)
+        assert calls == [7] * 3
+        calls.clear()
+        assert refusal(tmp_path, 7) == "no room" and calls == [7]
+    calls.clear()
+    require(tmp_path, 0)
+    require(tmp_path, -5)
+    assert calls == [], "nothing is needed"
+
+
+# --- a start that lacks memory names those who have it ---
+
+
+MIB = 1 << 20
+
+
+def hold(root: Path, job: str, nbytes: int) -> Path:
+    """A node's directory of ``job`` with a file of ``nbytes``."""
+    node_dir = node_directory(root, job, "node")
+    (node_dir / "dp0.00110011").mkdir()
+    (node_dir / "dp0.00110011" / "slot0.safetensors").write_bytes(bytes(nbytes))
+    return node_dir
+
+
+def test_the_largest_first_and_who_runs_is_not_to_be_removed(arena_root: Path) -> None:
+    hold(arena_root, "small", MIB)
+    hold(arena_root, "mine", 5 * MIB)
+    node_directory(arena_root, "empty", "node")
+    (arena_root / "ftckpt-file").write_bytes(bytes(MIB))
+    (arena_root / "ftckpt-link").symlink_to(arena_root / "ftckpt-small")
+    lock = JobLock(hold(arena_root, "large", 3 * MIB), 0)
+    try:
+        text = name_other_jobs(arena_root, "mine")
+    finally:
+        lock.release()
+    assert not lacks(text, "large 3.0 MiB (running)") and not lacks(text, "small 1.0 MiB", "--arena", str(arena_root))
+    assert text.index("large") < text.index("small")
+    assert not any(f"{name} " in text for name in ("mine", "empty", "file", "link"))
+    for number in range(6):
+        hold(arena_root, f"more{number}", 2 * MIB)
+    assert "3 more 5.0 MiB" in name_other_jobs(arena_root, "mine")
+    assert name_other_jobs(arena_root / "missing", "mine") == ""
+
+
+def test_another_users_is_not_named(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(arena_root, "small", MIB)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert name_other_jobs(arena_root, "mine") == ""
+
+
+def test_a_start_without_room_names_them_and_leaves_nothing(
+    arena_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(arena_root, "yesterday", MIB)
+    members = ranks(arena_root, 2)
+
+    def full(path: Path, need_bytes: int) -> None:
+        raise MemoryBudgetError(f"{need_bytes} bytes needed")
+
+    def begin(member: Rank) -> None:
+        member.arenas.entry.enter()
+        member.arena = member.arenas.open(member.manifest(), None)
+
+    monkeypatch.setattr(ledger, "check_budget", full)
+    with raises(MemoryBudgetError, "yesterday 1.0 MiB"):
+        on_all(members, begin)
+    on_all(members, lambda member: member.arenas.withdraw())
+    assert [path.name for path in arena_root.iterdir()] == ["ftckpt-yesterday"]
+    clean_job(arena_root, "yesterday")
+    with raises(MemoryBudgetError) as refused:
+        require(arena_root / "ftckpt-job" / "node", MIB)
+    assert "other jobs" not in str(refused.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from contextlib import closing
@@ -20,7 +19,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.session.protection import ArenaRemains, in_all_arenas
 from tests.support import arenas
 from tests.support.arenas import SHARE, Rank, complete, end, on_all, ranks, settle, start, stop
-from tests.support.killing import fails_with
 from tests.support.snapshots import LINEAGE, fill, seal, write
 
 KEEP = SnapshotId(LINEAGE, 4)
@@ -154,64 +152,6 @@ def test_without_room_nothing_is_freed(arena_root: Path, monkeypatch: pytest.Mon
             assert {3, 4} <= {snapshot.iteration for snapshot in arena.snapshots()}
             arena.lock(0)  # it was unlocked
         member.arena = None
-    end(members)
-    assert list(arena_root.iterdir()) == []
-
-
-def test_a_last_slot_without_room_is_tried_again(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    members = trained(arena_root, 1)
-    on_all(members, replace)
-    on_all(members, lambda member: fill(member.have, 0, 6, hashed=True))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
-        assert on_all(members, finish) == [[]]
-    (member,) = members
-    assert member.events.all[-1][0] == "arena_problem" and str(member.events.all[-1][1])
-    assert not member.have.verify(0) and not member.have.allocated(1) and files(member) == [1]
-    assert complete(member) == [1] and complete(member) == []
-    fill(member.have, 1, 7, hashed=True)
-    assert not member.have.verify(1)
-    end(members)
-
-
-@pytest.mark.parametrize("share", [SHARE, MORE])
-def test_a_start_in_the_middle_of_a_change(arena_root: Path, peaks: dict[str, int], share: int) -> None:
-    """Both the old arena and the new one lack a slot; the job may start with the manifest of either."""
-    killed = trained(arena_root)
-    on_all(killed, replace)
-    stop(killed)
-    members = ranks(arena_root, 2)
-    peaks.clear()
-    on_all(members, lambda member: start(member, share, KEEP))
-    large = SlotImage.of(members[0].manifest(MORE)).file_bytes
-    assert max(peaks.values(), default=0) <= 2 * large
-    on_all(members, complete)
-    assert [files(member) for member in members] == [[2] if share == SHARE else [1, 1]] * 2
-    on_all(members, lambda member: fill(member.have, 1 if share == SHARE else 0, 6, hashed=True))
-    on_all(members, finish)
-    assert [files(member) for member in members] == [[2]] * 2
-    end(members)
-    assert list(arena_root.iterdir()) == []
-
-
-def test_old_arenas_of_shards_that_no_rank_here_holds(arena_root: Path) -> None:
-    """Fewer ranks than before: each has its part of the others' arenas, counts their slots, and removes them."""
-    killed = trained(arena_root, 5, slots=4)
-    stop(killed)
-    members = ranks(arena_root, 2, slots=4)
-    on_all(members, lambda member: start(member, keep=KEEP))
-
-    def shards() -> list[str]:
-        return [path.name.rpartition(".")[0] for path in list_arenas(members[0].arenas.path)]
-
-    assert shards() == ["dp0", "dp0", "dp1", "dp1", "dp2", "dp3", "dp4"]
-    assert [files(member) for member in members] == [[1, 1], [1, 2]], "three and two slots of old arenas are theirs"
-    fill(members[0].have, 0, 6, hashed=True)
-    assert complete(members[0]) == []
-    members[1].arenas.remove_old()
-    assert shards() == ["dp0", "dp0", "dp1", "dp2", "dp4"]
-    assert finish(members[0]) == [1, 2, 3] and complete(members[1]) == [2, 3]
-    assert shards() == ["dp0", "dp1"]
     end(members)
     assert list(arena_root.iterdir()) == []
 

@@ -15,7 +15,6 @@ import pytest
 
 from ftckpt.config import Config
 from ftckpt.errors import SmpError
-from ftckpt.memory.environment import Hazard
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.session import node_smp
@@ -165,25 +164,3 @@ def test_a_job_that_ends_waits_for_no_smp_that_cannot_be_told(smp: Smp, tmp_path
     begin = time.monotonic()
     leader.release()
     assert time.monotonic() - begin < 5.0 and not smp.descriptions
-
-
-def test_an_smp_that_an_earlier_attempt_has_told_does_not_guard_this_one(smp: Smp, tmp_path: Path) -> None:
-    """It would flush this job's snapshots in the name of the other one."""
-    digests = []
-    for attempt in ("earlier", "this"):
-        leader = of_rank(0, attempt=attempt)
-        digests.append(configured(leader, tmp_path))
-        leader.release()
-    assert len(set(digests)) == 2
-
-
-def test_what_helps_against_a_hazard_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that starts again has a log of its own to read; events have all of it each time."""
-    monkeypatch.setattr(node_smp, "hazards", lambda *_: [Hazard("small_tmpfs", "little room", "more of it")])
-    emitted, lines = list[str](), list[str]()
-    leader = of_rank(0, emit=lambda event, **_: emitted.append(event), announce=lines.append)
-    leader.report_hazards(tmp_path)
-    (tmp_path / "dp0.12345678").mkdir()
-    leader.report_hazards(tmp_path)
-    assert emitted == ["environment"] * 2
-    assert lines == ["little room; more of it", "little room; ftckpt check says what to do"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.groups import Member, ParityGroup
 from ftckpt.parity.stripes import block_length, num_blocks
 from tests.support.killing import fails_with
-from tests.support.processes import running_python
 
 OLD, NEW = b"o" * 16, b"n" * 16
 
@@ -99,47 +96,4 @@ def test_no_room_leaves_the_old_one(
     with pytest.raises(kind):
         ParityFile.create(path, GROUP, 1)
     assert_holds(file, OLD, 1)
-    assert list(path.parent.iterdir()) == [path]
-
-
-WRITE = """
-import sys
-from pathlib import Path
-import numpy as np
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.memory.parity_file import ParityFile
-file = ParityFile.open(Path(sys.argv[1]), True)
-print("up", flush=True)
-iteration = 10
-while True:
-    iteration += 1
-    file.begin(SnapshotId(b"n" * 16, iteration))
-    for block in range(file.num_blocks):
-        data = np.random.default_rng([block, iteration]).integers(0, 256, len(file.block(block)), dtype=np.uint8)
-        file.put(block, data)
-    file.seal()
-"""
-
-
-def test_a_killed_writer_leaves_one_snapshot_or_none(path: Path, file: ParityFile) -> None:
-    write(file, OLD, 1)
-    for round_ in range(5):
-        with running_python(WRITE, path):
-            time.sleep(0.0007 * round_)  # any instant
-        found = file.snapshot()
-        if found is not None:
-            assert_holds(file, found.lineage, found.iteration)
-
-
-def test_two_that_create_one_file_do_not_meet(path: Path) -> None:
-    """A dropped target leaves a thread that still allocates what the next one allocates, too."""
-    (path.parent / ".parity.node.0.0123abcd.new").write_bytes(b"what a killed process left")
-
-    def create(_: int) -> None:
-        for _ in range(20):
-            ParityFile.create(path, GROUP, 0).close()
-            ParityFile.open(path).close()
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(create, range(2)))
     assert list(path.parent.iterdir()) == [path]

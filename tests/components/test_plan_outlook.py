@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import random
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,17 +15,9 @@ from ftckpt.cli.main import main
 from ftckpt.cli.plan_holdings import StartPlan, plan
 from ftckpt.cli.plan_job import add_shape, job_of
 from ftckpt.cli.plan_names import CLUSTERS, MODELS
-from ftckpt.cli.plan_outlook import (
-    MONTH_SECS,
-    Pace,
-    month_survived,
-    outlook_of,
-    sampled_share,
-    share_survived,
-)
+from ftckpt.cli.plan_outlook import MONTH_SECS, Pace, month_survived, outlook_of, sampled_share, share_survived
 from ftckpt.config import Config
 from ftckpt.parity.survive import Forecast
-from tests.support.errors import lacks
 
 
 def started(nodes: int, group: int, losses: int = 1) -> StartPlan:
@@ -71,21 +62,6 @@ def test_the_published_case_of_gemini() -> None:
     # A package has three keepers: 16 of the 560 cases lose one, although each group has a node left.
     three = grouped_share([(2, 1)] * 8, 3) - 16 / 560
     assert sampled_share(forecast_of(planned), 3, 4000) == pytest.approx(three, abs=0.02)
-
-
-@pytest.mark.parametrize(("nodes", "group"), [(6, 6), (12, 6), (16, 4)])
-def test_the_published_case_of_reft(nodes: int, group: int) -> None:
-    """A group with a parity block per stripe survives one node: p^n + n p^(n-1) (1 - p), for each of the groups."""
-    planned, num = started(nodes, group), nodes // group
-    for lost_at_once in (1, 2):
-        closed = grouped_share([(group, 1)] * num, lost_at_once)
-        assert share_survived(planned, lost_at_once) == pytest.approx(closed)
-        assert sampled_share(forecast_of(planned), lost_at_once, 2000) == pytest.approx(closed, abs=0.03)
-    good = 0.97
-    formula = (good**group + group * good ** (group - 1) * (1 - good)) ** num
-    cases = range(nodes + 1)
-    by_number = [math.comb(nodes, k) * (1 - good) ** k * good ** (nodes - k) for k in cases]
-    assert sum(by_number[k] * grouped_share([(group, 1)] * num, k) for k in cases) == pytest.approx(formula)
 
 
 def test_a_group_may_lose_as_many_as_it_has_parity_for() -> None:
@@ -153,23 +129,6 @@ def test_names_stand_for_their_numbers(capsys: pytest.CaptureFixture[str]) -> No
     assert other["verdict"]["node_memory"] == 10**12
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--model llama3-70b --cluster dgx-h100 --tp 3 --dp 8", "--tp 3 8192"),
-        ("--model llama3-8b --cluster dgx-h100 --pp 64", "--pp 64 32"),
-        ("--model llama3-8b", "--gpus-per-node --cluster"),
-        ("--cluster dgx-h100", "--params --model"),
-        ("--model llama9 --cluster dgx-h100", "--model llama9"),
-        (f"{JOB} --iteration-time 5", "--iteration-time 5"),
-        (f"{JOB} --node-mtbf 0s", "--node-mtbf 0s"),
-    ],
-)
-def test_what_names_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    assert not lacks(capsys.readouterr().err, *text.split())
-
-
 def test_a_failure_costs_more_the_further_a_restart_reaches(capsys: pytest.CaptureFixture[str]) -> None:
     costs = planned_json(capsys, f"{JOB} --iteration-time 20s")["costs"]
     assert [(one["lost"], one["source"]) for one in costs] == [
@@ -182,26 +141,3 @@ def test_a_failure_costs_more_the_further_a_restart_reaches(capsys: pytest.Captu
     failures = 8 * 30 / 308
     assert unprotected["month_survived"]["at_least"] == pytest.approx(math.exp(-failures))
     assert unprotected["month_survived"]["sampled"] == pytest.approx(math.exp(-failures))
-
-
-@pytest.mark.parametrize(
-    "settings", ["", "--protect peer --slots 4 --persist /there", "--persist-rate 2GB/s --mtbf 40h"]
-)
-def test_the_last_line_has_the_flags_of_the_job(capsys: pytest.CaptureFixture[str], settings: str) -> None:
-    assert main(["plan", *f"{JOB} {settings}".split()]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    config, rest = Config.from_flags(shlex.split(last.removeprefix("flags: ")))
-    words = settings.split()
-    chosen = {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    assert config.enabled and not rest
-    assert all(str(getattr(config, name)) == value for name, value in chosen.items())
-    assert config.flags() == Config(enabled=True, **{n: getattr(config, n) for n in chosen}).flags()
-
-
-def test_the_flags_of_a_job_that_does_not_fit_have_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    need = planned_json(capsys, JOB)["memory_per_node"]["sum"]
-    tight = planned_json(capsys, f"{JOB} --node-memory {need - 1}B")
-    config, _ = Config.from_flags(shlex.split(tight["flags"]))
-    assert tight["verdict"]["answer"] == "no" and (config.protect, config.slots) != ("auto", 0)
-    words = f"{JOB} --node-memory {need - 1}B --protect {config.protect} --slots {config.slots}"
-    assert planned_json(capsys, words)["verdict"]["answer"] == "yes"

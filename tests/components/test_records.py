@@ -294,13 +294,6 @@ def dies(change: Callable[[Path], None], path: Path, fatal: int, partial: int) -
     return False
 
 
-def records_of(kind: Kind, path: Path) -> list[int]:
-    """The offsets of states: every multiple of 64 between header and text, which is more than there are records."""
-    raw = path.read_bytes()
-    records, words = struct.unpack_from("<II", raw, 12)
-    return list(range(HEADER_BYTES, kind.format.text_offset(records, words), RECORD_BYTES))
-
-
 @pytest.mark.parametrize(("name", "change"), CHANGES)
 def test_death_at_any_store(name: str, change: str, folder: Path) -> None:
     kind = KINDS[name]

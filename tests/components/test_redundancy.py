@@ -12,7 +12,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from test_assignment import LoneGroup
+from test_capture import LoneGroup
 from test_replicas import Gather, in_lockstep, jobs, sets_of, whole
 
 from ftckpt.capture.assignment import Assignment, assign

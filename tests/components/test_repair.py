@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftckpt.array_types import Bytes
-from ftckpt.errors import ArenaError, CorruptError
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import OBJECTS, Corruption
 from ftckpt.memory.locations import BlockAt, ChunkAt, OpenArenas, SlotAt
@@ -28,9 +27,8 @@ from ftckpt.parity.stripes import stripes
 from ftckpt.parity.survive import BlockId, ChunkId, Repair, block_chunk, solve
 from ftckpt.restore.reconstruction_plan import NEW_SLOT, Input, RepairTask, ShardRepair, batches, levels, solve_slice
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
-from tests.support.errors import raises
 from tests.support.flips import flip
-from tests.support.protected import Job, build, contents, file_groups, flip_chunk, record_begin
+from tests.support.protected import Job, build, contents, file_groups, record_begin
 from tests.support.snapshots import LINEAGE, slot_of
 
 CHUNK = 64
@@ -232,42 +230,6 @@ def test_a_shard_comes_into_a_slot_that_claims_nothing_before_its_end(before: st
     assert sealed(job) == kept | {5}, "what else was there is kept"
 
 
-@pytest.mark.parametrize(
-    ("held", "keep", "left"),
-    [
-        ((2, 3, 4), (at(2, 4, 5), at(2, 4, 5)), {2, 4}),
-        ((3, 4, 7), (at(4, 5, 7), at(4, 5)), {4, 7}),
-        ((3, 4, None), (at(3, 4, 5), at(3, 4, 5)), {3, 4}),
-        ((2, 3, None), (at(2, 5), at(2, 5)), {2}),
-        ((3, 4, 7), (at(3, 4, 5, 7), at(3, 4, 5)), {3, 4}),
-        ((4, 6, 7), (at(4, 5, 6, 7), at(4, 5)), {4, 6}),
-        ((2, 3, 4), (at(2, 3, 4, 5), at(2, 3, 4, 5)), {3, 4}),
-    ],
-    ids=[
-        "between two", "older than a newer one", "no memory", "memory is saved", "a newer one", "the newest one",
-        "the oldest one",
-    ],
-)  # fmt: skip
-def test_a_rebuild_takes_the_slot_that_is_needed_least(
-    held: tuple[int | None, ...], keep: tuple[frozenset[SnapshotId], ...], left: set[int], arena_root: Path
-) -> None:
-    """Whatever it allocated is freed when it fails: the next allocation must not find it."""
-    job, package, _ = made(arena_root)
-    with closing(Arena.open(job.path(1), writable=True)) as arena:
-        for slot, iteration in enumerate(held):
-            arena.control.begin(slot)
-            if iteration is None:
-                arena.free(slot)
-            else:
-                arena.control.seal(slot, SnapshotId(LINEAGE, iteration))
-    building = new_slot(job, package, keep)
-    new_bytes = building.new_bytes()
-    building.open()
-    building.close()
-    assert sealed(job) == left
-    assert new_bytes == (building.file_bytes if len(left) == len([i for i in held if i is not None]) else 0)
-
-
 def test_wrong_bytes_are_found_by_the_packages_checksums(arena_root: Path) -> None:
     job, package, _ = made(arena_root)
     chunks = chunks_of(job)
@@ -297,46 +259,3 @@ def test_a_slot_whose_bytes_of_the_package_went_bad_is_not_sealed(arena_root: Pa
     assert building.finish() == bad
     building.close()
     assert sealed(job) == {3, 4}
-
-
-def test_a_slot_that_is_repaired_in_place_stays_what_it_is(arena_root: Path) -> None:
-    job, package, wanted = made(arena_root)
-    chunks = chunks_of(job)
-    flip_chunk(job, 1, 5, 3)
-    with closing(Arena.open(job.path(1))) as arena:
-        slot = slot_of(arena, 5)
-        flip(job.path(1) / slot_name(slot), arena.image.objects.begin + 9)
-        flip(job.path(1) / slot_name(slot), 2000)
-        record = arena.control.record(slot)
-    fix = ShardRepair("dp1", SlotAt("a", job.path(1).name, slot), (3,), None, ("objects", "header"))
-    building = ShardReconstruction(job.node_dir("a"), fix, package, 3, ())
-    assert building.new_bytes() == 0
-    building.open()
-    assert not building.check(3)
-    building.put(3, 0, chunks[3])
-    assert building.check(3) and not building.finish()
-    building.close()
-    assert contents(job, 1, 5) == wanted
-    with closing(Arena.open(job.path(1))) as arena:
-        assert arena.control.record(slot).sequence == record.sequence
-
-
-def test_chunks_of_a_slot_without_checksums_cannot_be_repaired_without_a_package(arena_root: Path) -> None:
-    job = Job(arena_root, ("a", "a", "a"), Modes(node=True))
-    build(job, (3, 4, 5), (), hashed=False)
-    fix = ShardRepair("dp1", SlotAt("a", job.path(1).name, 2), (3,))
-    with raises(CorruptError, "dp1", "slot 2"):
-        ShardReconstruction(job.node_dir("a"), fix, None, 3, ()).open()
-
-
-def test_an_arena_that_another_process_writes_is_left_alone(arena_root: Path) -> None:
-    job, package, _ = made(arena_root)
-    with closing(Arena.open(job.path(1), writable=True)) as arena:
-        arena.lock(0)
-        building = new_slot(job, package)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ftckpt.restore.shard_reconstruction._LOCK_SECS", 0.05)
-            with pytest.raises(ArenaError):
-                building.open()
-        building.close()
-    assert sealed(job) == {3, 4, 5}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from random import Random
@@ -11,14 +10,13 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftckpt.capture.redundancy import SharePlan, lay_out
 from ftckpt.errors import ConfigError
-from ftckpt.model import replicas
 from ftckpt.model.fragment import Box, Fragment
-from ftckpt.model.replica_groups import DIFFERING, PRIVATE, find_groups, pack
+from ftckpt.model.replica_groups import DIFFERING, PRIVATE
 from ftckpt.model.replicas import (
     WHOLE_SHARE,
     Gather,
@@ -215,15 +213,7 @@ def test_what_each_holder_copies_lies_side_by_side_behind_what_is_its_own() -> N
         assert [part.fragment for part in laid.parts] == [own[2 * rank], own[2 * rank + 1], *step]
 
 
-@pytest.mark.parametrize(
-    ("bits", "odd"),
-    [
-        ("aab", (2,)),
-        ("ab", ()),
-        ("aabb", ()),
-        ("baaac", (0, 4)),
-    ],
-)
+@pytest.mark.parametrize(("bits", "odd"), [("aab", (2,)), ("ab", ()), ("aabb", ()), ("baaac", (0, 4))])
 def test_a_rank_that_differs_from_more_than_half_is_named(bits: str, odd: Ranks) -> None:
     """With two replicas it is unknown which is right, and where all differ the script lets them drift."""
     whole = [Fragment.whole(key, "F32", (4, 4), Box((0, 0), (4, 4))) for key in ("v", "w")]
@@ -249,73 +239,8 @@ def test_the_cut_does_not_depend_on_who_computes_it_or_in_which_order(job: Job, 
         assert len(first[rank]) == len(second[rank])
 
 
-def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every fragment whose key begins alike has the code of the others, however their names differ."""
-    names = replicas.identity
-
-    def collide(fragment: Fragment) -> bytes:
-        return fragment.key[:1].encode() * 8 + names(fragment)[8:]
-
-    monkeypatch.setattr(replicas, "identity", collide)
-
-
 def whole(key: str, numel: int) -> Fragment:
     return Fragment.whole(key, "F32", (numel,), Box((0,), (numel,)))
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        {0: [whole("a1", 100)], 1: [whole("a2", 300)]},
-        {0: [whole("a1", 100), whole("a2", 300)], 1: [whole("a2", 300)], 2: [whole("a2", 300), whole("b", 9)]},
-        {0: [whole("a1", 100), whole("b", 50)], 1: [whole("a2", 100), whole("b", 50)]},
-    ],
-    ids=["two ranks", "both", "beside a set that is one"],
-)
-def test_fragments_under_one_code_are_each_captured_whole(
-    held: dict[int, list[Fragment]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    colliding(monkeypatch)
-    views = sets_of(held)
-    copied = shares(held, views)
-    for rank, fragments_ in held.items():
-        for fragment in fragments_:
-            if fragment.key.startswith("a"):
-                assert fragment.with_key(private_key(fragment.key, f"dp{rank}")) in [part for _, part in copied[rank]]
-    shared = [part for parts in copied.values() for _, part in parts if part.key == "b"]
-    assert sum(part.nbytes for part in shared) == max(
-        (f.nbytes for found in held.values() for f in found if f.key == "b"), default=0
-    )
-    for rank, view in views.items():
-        assert view.private[rank] >= sum(f.nbytes for f in held[rank] if f.key.startswith("a"))
-
-
-def test_groups_of_a_large_job_take_little_more_memory_than_their_hashes() -> None:
-    num_ranks, shared, own = 16_384, 40, 24
-    dice = np.random.default_rng(0)
-    of_groups = dice.integers(1 << 63, size=(num_ranks // 16, shared), dtype=np.uint64)
-    of_ranks = dice.integers(1 << 63, size=(num_ranks, own), dtype=np.uint64)
-    hashes = np.hstack([np.repeat(of_groups, 16, axis=0), of_ranks])
-    entries = np.concatenate([pack(row, rank, num_ranks) for rank, row in enumerate(hashes)])
-    tracemalloc.start()
-    groups = find_groups(entries, num_ranks)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 3 * entries.nbytes
-    expected = np.arange(num_ranks).reshape(-1, 16)
-    assert np.array_equal(sorted(map(tuple, groups.members)), expected)
-    assert set(groups.lengths.tolist()) == {shared}
-
-
-@given(fragments("a"), fragments("b"))
-def test_identity_tells_key_type_and_geometry(a: Fragment, b: Fragment) -> None:
-    assert identity(a) != identity(b)
-    assert identity(a) == identity(Fragment(*a))
-    assert identity(a) != identity(a._replace(dtype="I16"))
-    wider = a._replace(global_shape=(a.global_shape[0], a.global_shape[1] + 1))
-    assert identity(a) != identity(wider)
-    assume(a.numel > 0)
-    assert identity(a) != identity(a.part(1, a.numel))
 
 
 MEMBERS = tuple(RankPlace({"tp": tp, "dp": dp}, f"node{dp}") for dp in range(2) for tp in range(2))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_load import run_ranks
 
-from ftckpt.errors import ConfigError, LostError, MismatchError, StorageError
+from ftckpt.errors import ConfigError, LostError, StorageError
 from ftckpt.group import Group
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.directory import list_arenas, node_directory
@@ -30,8 +30,6 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.parity.modes import Modes
-from ftckpt.persist.files import FileStorage
-from ftckpt.restore import storage_catalog
 from ftckpt.restore.decide import Decision
 from ftckpt.restore.restart import Restart
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
@@ -264,15 +262,6 @@ def test_the_newer_of_storage_and_memory_counts_unless_the_user_went_back(
     assert iterations(job) == [[249, 250] if restored else []] * 2, "what is abandoned is in no slot"
 
 
-def test_a_node_that_was_away_while_the_user_went_back_repeats_nothing(arena_root: Path) -> None:
-    """The knowledge of one node counts for all, and its snapshots of the other lineage are dropped."""
-    job = trained(arena_root, found(200), 150)
-    write_lineage(job.node_dir("a"), named(100))
-    starts = restart(job.topology, job.node_dir, loaded=ONE(100, named=True), on_lost="fresh")
-    assert taken(starts) is None and iterations(job)[1] == []
-    assert {start.after.generation for start in starts} == {3}, "what was whole is on no other node"
-
-
 def test_what_was_abandoned_while_a_node_was_away_does_not_come_back_with_it(arena_root: Path) -> None:
     """Its parity and packages could reconstruct the others' part of it, too."""
     job = Job(arena_root, ("a", "b"), PEER)
@@ -286,12 +275,6 @@ def test_what_was_abandoned_while_a_node_was_away_does_not_come_back_with_it(are
     assert taken(starts) == 240 and iterations(job) == [[240]] * 2
     assert {read_lineage(job.node_dir(node)).branches for node in "ab"} == {(Branch(1), Branch(2, 250))}
     assert [event["iteration"] for event in events_of(starts, "rolled_back")] == [250]
-
-
-def test_a_node_that_was_away_keeps_what_both_histories_share(arena_root: Path) -> None:
-    job = trained(arena_root, FIRST, 240, 260)
-    write_lineage(job.node_dir("a"), FIRST.branch(250))
-    assert taken(restart(job.topology, job.node_dir)) == 240 and iterations(job) == [[240]] * 2
 
 
 @pytest.mark.parametrize("damage", ["bytes", "layout"])
@@ -339,27 +322,6 @@ def test_a_job_is_rolled_back_before_an_iteration_once(arena_root: Path) -> None
     assert {start.after.requests for start in starts} == {("rollback-before 251",)}
 
 
-def test_a_job_branches_at_what_it_takes_however_far_before_the_iteration_that_lies(arena_root: Path) -> None:
-    """New snapshots in between belong to the new branch alone, with the doubts that arise there."""
-    job = trained(arena_root, FIRST, 240, 260)
-    after = restart(job.topology, job.node_dir, request=Request(251))[0].after
-    assert after.branches == (Branch(1), Branch(2, 240)) and after.generation_at(245) == 2
-
-
-def test_where_nothing_is_newer_nothing_is_abandoned(arena_root: Path) -> None:
-    job = trained(arena_root, FIRST, 249, 250)
-    starts = restart(job.topology, job.node_dir, request=Request(251))
-    assert taken(starts) == 250 and not events_of(starts, "rolled_back")
-    assert {start.after.requests for start in starts} == {("rollback-before 251",)}
-
-
-def test_the_same_number_rolls_back_again_only_after_a_start_without_it(arena_root: Path) -> None:
-    job = trained(arena_root, replace(FIRST, requests=("rollback-before 251",)), 250, 270)
-    for number, restored in ((251, 270), (0, 270), (251, 250)):
-        starts = restart(job.topology, job.node_dir, request=Request(number))
-        assert taken(starts) == restored and {start.after.requests for start in starts} == {Request(number).texts}
-
-
 def test_where_nothing_is_before_it_a_start_that_rolls_back_is_refused(arena_root: Path) -> None:
     job = Job(arena_root, ("a", "b"), Modes())
     starts = restart(job.topology, job.node_dir, request=Request(100))
@@ -388,25 +350,6 @@ def test_what_is_rebuilt_is_of_the_history_that_the_job_is_in(arena_root: Path) 
         assert taken(restart(job.topology, job.node_dir, request=Request(100))) == 500
         assert read_lineage(job.node_dir("b")) == FIRST.branch(99)
     assert list_packages(job.node_dir("a")), "what protects it stays"
-
-
-def test_a_node_that_was_away_and_gets_a_rebuilt_shard_keeps_that(arena_root: Path) -> None:
-    """Its snapshots of the abandoned branch are dropped before anything is reconstructed there, not after."""
-    job = Job(arena_root, ("a", "b"), PEER)
-    build(job, (500,), (500,))
-    write_lineage(job.node_dir("a"), FIRST.branch(99))
-    shutil.rmtree(job.path(1))
-    write_lineage(job.node_dir("b"), FIRST)
-    for _ in range(2):
-        assert taken(restart(job.topology, job.node_dir)) == 500
-        assert iterations(job) == [[500]] * 2
-
-
-def test_what_the_user_goes_back_from_need_not_be_whole(arena_root: Path) -> None:
-    job = trained(arena_root, FIRST, 250)
-    flip_chunk(job, 1, 250, 0)
-    (first, _) = restart(job.topology, job.node_dir, loaded=ONE(100, True), on_lost="fail")
-    assert first.decision is None and first.after == named(100)
 
 
 def test_ranks_that_loaded_different_iterations_are_refused_before_anything_is_void(arena_root: Path) -> None:
@@ -439,25 +382,6 @@ def test_what_a_restart_does_when_snapshots_were_lost(
     starts = restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost)
     assert all(start.decision is None and "lost" in start.why for start in starts)
     assert [event["loaded"] for event in events_of(starts, "lost")] == [loaded.iteration] * 2
-
-
-def test_what_was_loaded_counts_for_the_newest_only_where_storage_is_seen(
-    arena_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(_storage: FileStorage, _prefix: str = "") -> Any:
-        raise StorageError("Input/output error")
-
-    job = trained(arena_root, FIRST, 250)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage_catalog, "_PATIENCE_SECS", 0.01)
-        patch.setattr(FileStorage, "list", failing)
-        with raises(StorageError, "Input/output"):
-            restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
-        assert iterations(job) == [[250]] * 2
-        (first, _) = restart(job.topology, job.node_dir, loaded=ONE(200), storage=str(tmp_path))
-        assert first.decision is not None, "memory is the newest that anybody has called whole"
-    (first, _) = restart(job.topology, job.node_dir, loaded=ONE(300), storage=str(tmp_path))
-    assert first.decision is None
 
 
 # --- loaded ---
@@ -534,19 +458,6 @@ class Model:
         return State([Piece(f, torch.full((f.numel,), -1.0)) for f in self.fragments(rank)])
 
 
-class Replicated(Model):
-    """A weight that all ranks need, and ranks 0 and 2 hold."""
-
-    def fragments(self, rank: int) -> tuple[Fragment, ...]:  # type: ignore[override]
-        return (Fragment.whole("master/w", "F32", (self.numel,), Box((0,), (self.numel,))),)
-
-    def values(self, rank: int) -> list[np.ndarray]:
-        return [np.arange(self.numel, dtype=np.float32)]
-
-    def held(self, rank: int) -> tuple[Fragment, ...]:
-        return self.fragments(rank) if rank in (0, 2) else ()
-
-
 def loaded(model: Model, unproven: bool = False) -> tuple[list[State], list[Start]]:
     states = [model.state(rank) for rank in range(len(model.nodes))]
 
@@ -574,33 +485,6 @@ def test_the_same_layout_gives_each_rank_what_it_had(arena_root: Path, moved: bo
     assert not any("from" in e for e in events_of(starts, "loaded")) and len(events_of(starts, "verified")) == 3
 
 
-def test_objects_of_a_shard_on_another_node_come_once(arena_root: Path) -> None:
-    """Ranks 1 and 3 have traded their nodes, and none of their tensors is in their former shards."""
-    old = Replicated(arena_root, ("a", "b", "b", "a"))
-    old.write(5)
-    states, _ = loaded(replace(old, nodes=("a", "a", "b", "b")), unproven=True)
-    for rank, state in enumerate(states):
-        assert tensors(state) == [list(map(float, range(old.numel)))]
-        assert (state.objects, state.calls) == ([{"rank": rank}], ["objects", "finish"])
-
-
-@pytest.mark.parametrize("others", [False, True], ids=["one layout", "two layouts"])
-def test_only_beside_its_own_layout_is_a_snapshot_proven_on_the_way(
-    others: bool, arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fallback to another layout would not overwrite all that was written."""
-    model = Model(arena_root, ("a", "b"))
-    model.write(5)
-    if others:
-        with monkeypatch.context() as patch:  # before the job was restarted in another layout
-            patch.setattr(f"{__name__}.LINEAGE", b"before".ljust(16))
-            Model(arena_root, ("a",)).write(3)
-    states, starts = loaded(model, unproven=True)
-    found = {start.is_verified for start in starts}
-    assert found == {others}
-    assert [tensors(state) for state in states] == [[v.tolist() for v in model.values(rank)] for rank in range(2)]
-
-
 @pytest.mark.parametrize("place", ["objects", "chunk"])
 def test_what_was_lost_before_any_byte_came_has_touched_nothing(arena_root: Path, place: str) -> None:
     model = Model(arena_root, ("a", "b"))
@@ -625,31 +509,6 @@ def test_what_was_lost_before_any_byte_came_has_touched_nothing(arena_root: Path
         assert all(value == -1 for state in states for values in tensors(state) for value in values)
 
 
-@pytest.mark.parametrize("nodes", [("a", "b"), ("a",), ("a", "b", "a", "b")], ids=len)
-def test_another_layout_gives_the_same_elements(arena_root: Path, nodes: tuple[str, ...]) -> None:
-    old = Model(arena_root, ("a", "a", "b"))
-    old.write(5)
-    new = replace(old, nodes=nodes)
-    if "b" not in nodes:
-        with pytest.raises(LostError):
-            loaded(new)
-        return
-    states, starts = loaded(new)
-    for rank, state in enumerate(states):
-        weights, buffer, counter = tensors(state)
-        assert weights == new.values(rank)[0].tolist() and buffer == [7.0] * 50
-        assert counter == [-1.0] * 50, "what belongs to one rank stays as it was built"
-        assert (state.objects, state.calls) == ([{"rank": 0}], ["reshaped 5", "finish"])
-    assert len([e for e in events_of(starts, "loaded") if "from" in e]) == len(nodes)
-
-
-def test_copies_that_differ_are_no_state_of_another_layout(arena_root: Path) -> None:
-    old = Model(arena_root, ("a", "a", "b"), buffers={2: 8.0})
-    old.write(5)
-    with raises(MismatchError, "buffer/b", "dp0", "dp2"):
-        loaded(replace(old, nodes=("a", "b")))
-
-
 # --- snapshots in doubt ---
 
 
@@ -660,14 +519,6 @@ def test_a_restart_takes_the_newest_that_is_in_no_doubt_and_one_in_doubt_by_its_
     assert taken(starts) == 25
     again = restart(job.topology, job.node_dir, request=Request(name="iter_0000025"))
     assert taken(again) == 25, "a start with the same name resumes"
-
-
-def test_what_is_older_than_the_one_in_doubt_that_was_named_stays_in_doubt(arena_root: Path) -> None:
-    job = trained(arena_root, FIRST.doubt(10, 30), 20, 25)
-    assert taken(restart(job.topology, job.node_dir, request=Request(name="iter_0000025"))) == 25
-    flip_chunk(job, 1, 25, 0)
-    with raises(LostError):
-        restart(job.topology, job.node_dir)
 
 
 def test_a_restart_passes_over_what_is_in_doubt(arena_root: Path) -> None:
@@ -706,16 +557,6 @@ def test_where_what_was_named_is_bad_a_start_is_refused_and_gives_up_nothing(
         restart(job.topology, job.node_dir, loaded=loaded, on_lost=on_lost, request=Request(name="iter_0000020"))
     assert iterations(job) == [[20, 25]] * 2
     assert taken(restart(job.topology, job.node_dir)) == 25
-
-
-@pytest.mark.parametrize("on_lost", ["storage", "fresh"])
-def test_where_what_was_named_is_not_whole_a_start_is_refused(arena_root: Path, on_lost: str) -> None:
-    job = trained(arena_root, FIRST, 20, 25)
-    with closing(Arena.open(job.path(0), writable=True)) as arena:
-        arena.control.void(slot_of(arena, 25))
-    with raises(LostError, "--ftckpt-restore-from iter_0000025"):
-        restart(job.topology, job.node_dir, on_lost=on_lost, request=Request(name="iter_0000025"))
-    assert iterations(job) == [[20], [20, 25]]
 
 
 def test_a_node_whose_memory_spoils_each_reconstruction_is_named_after_one(

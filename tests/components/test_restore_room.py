@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_load import run_ranks
 
 from ftckpt.errors import FtckptError, MemoryBudgetError
-from ftckpt.memory import ledger, parity_file
+from ftckpt.memory import ledger
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.corruption import Corruption
 from ftckpt.memory.directory import list_arenas
@@ -26,13 +26,11 @@ from ftckpt.memory.locations import OpenArenas, SlotAt
 from ftckpt.memory.package import package_path
 from ftckpt.memory.parity_file import ParityFile, list_parity, parity_path
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.parity.groups import mirrors
 from ftckpt.parity.modes import Modes
 from ftckpt.restore.candidates import SnapshotProtection
 from ftckpt.restore.context import RestoreContext
 from ftckpt.restore.decide import Decision, Findings, Query, decide, worth_keeping
 from ftckpt.restore.room import Need, make_room
-from ftckpt.session.protection import Arrangement
 from tests.support import choosing, protected
 from tests.support.errors import raises
 from tests.support.protected import Job, build, contents
@@ -147,22 +145,6 @@ def test_slots_and_parity_of_others_go(job: Job) -> None:
     assert freed(job, keys(5)) == 0
 
 
-def test_slots_that_hold_nothing_go_first_of_all(job: Job) -> None:
-    with closing(Arena.open(job.path(0), writable=True)) as arena:
-        arena.control.begin(0)
-        arena.control.void(1)
-    os.truncate(job.path(1) / "slot0.safetensors", 4096)
-    assert freed(job, keys(2, 3, 4, 5)) > 2 * job.stepped
-    assert held(job) == [[4, 5], [2, 3, 4, 5]], "a damaged slot of a snapshot that is needed stays"
-    assert freed(job, keys(3, 4, 5)) > 0
-    assert held(job) == [[4, 5], [3, 4, 5]]
-
-
-def test_an_arena_without_use_goes_with_all_that_lies_in_it(job: Job) -> None:
-    freed(job, keys(9))
-    assert list_arenas(job.node_dir("a")) == [] and list_parity(job.node_dir("a")) == []
-
-
 def test_parity_that_is_needed_keeps_its_arena(job: Job) -> None:
     with closing(Arena.open(job.path(0), writable=True)) as arena:
         for slot in range(4):
@@ -191,13 +173,6 @@ def test_what_is_written_or_unreadable_or_to_be_left_stays(job: Job) -> None:
     assert not job.path(0).exists() and job.path(1).exists()
 
 
-def test_an_arena_that_another_rank_removes_meanwhile_keeps_nobody_from_freeing_its_own(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parity_file, "list_arenas", lambda path: [*list_arenas(path), path / "dp9.00000000"])
-    assert freed(job, keys(5)) > 0 and held(job) == [[5], [5]]
-
-
 def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:
     topology = choosing.job({f"dp{rank}": "a" for rank in range(2)}, {"dp": 2})
     inventory = choosing.inventory_of(job.node_dir("a"))
@@ -210,38 +185,6 @@ def test_only_snapshots_that_can_be_whole_are_needed(job: Job) -> None:
     there = choosing.inventory_of(job.node_dir("a"), job.node_dir("b")).arenas
     whole = worth_keeping(Inventory(there, inventory.packages), topology, SnapshotId(LINEAGE, 5))[1]
     assert whole == keys(2, 3, 4, 5), "whole as they lie there"
-
-
-# --- room for protection ---
-
-
-def test_parity_of_old_arenas_is_no_room_for_new_parity(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes with them; until then what is new comes on top."""
-    new = replace(job, stepped=job.stepped + 50_000)
-    monkeypatch.setattr(protected, "SLOTS", 1)
-    directory = job.node_dir("a")
-    old_bytes = sum(path.stat().st_blocks * 512 for path in directory.glob("dp*/[sp]*"))
-    old_packages = sum(path.stat().st_blocks * 512 for path in directory.glob(".mirror/*"))
-    assert old_packages > 0 and len(list_parity(directory)) == 4
-    holdings, groups = protected.holdings(job), protected.file_groups(job)
-    same = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
-    parity = sum(name.path.stat().st_blocks * 512 for name in list_parity(directory))
-    found = same.account("a", directory, 1 << 20, 4)
-    assert found.now_bytes == found.later_bytes == (1 << 20) - parity - old_packages
-    for rank in range(2):
-        Arena.create(directory, new.manifest(rank), 4, 1).close()
-    holdings, groups = protected.holdings(new), protected.file_groups(new)
-    anew = Arrangement(holdings, groups, [], mirrors(holdings, PEER))
-    slots = sum(SlotImage.of(new.manifest(rank)).file_bytes for rank in range(2))
-    found = anew.account("a", directory, 1 << 20, 4)
-    assert found.now_bytes == (1 << 20) - old_packages, "the same shards: packages are written over"
-    assert found.later_bytes == found.now_bytes + 3 * slots - old_bytes
-    kept = {f"dp{rank}": nodes for rank, nodes in enumerate(mirrors(holdings, PEER).values()) if rank}
-    found = replace(anew, mirrors=kept).account("a", directory, 1 << 20, 4)
-    assert found.now_bytes == 1 << 20, "packages of a snapshot that has other shards go with the old arenas"
-    assert found.later_bytes == (1 << 20) + 3 * slots - old_bytes - old_packages
-    modes = replace(same, groups=[]).account("a", directory, 1 << 20, 4)
-    assert modes.now_bytes == (1 << 20) - old_packages, "parity of a mode that is not used any more stays"
 
 
 # --- room for a rebuild ---

@@ -49,10 +49,7 @@ def script(folder: Path, end: str = "") -> str:
     [
         (["--ftckpt", "--ftckpt-intervall", "2"], "--ftckpt-intervall --ftckpt-interval"),
         (["--ftckpt", "--ftckpt-interval", "often"], "--ftckpt-interval often"),
-        (
-            ["--ftckpt", "--ftckpt-slots", "1"],
-            "--ftckpt-slots 1 2 0",
-        ),
+        (["--ftckpt", "--ftckpt-slots", "1"], "--ftckpt-slots 1 2 0"),
         (["--ftckpt-interval", "2"], "--ftckpt --ftckpt-*"),
     ],
 )
@@ -69,7 +66,7 @@ def test_a_script_that_does_not_exist_is_named_with_the_usage(name: str) -> None
     assert not lacks(ended.stderr, "ftckpt", f"{name!r}", str(USAGE))
 
 
-@pytest.mark.parametrize("device", ["cpu", "tests.support.standin", "tests.support.standin:gpu", ":cpu"])
+@pytest.mark.parametrize("device", ["cpu", "tests.standin", "tests.standin:gpu", ":cpu"])
 def test_a_stand_in_that_is_none_is_named(tmp_path: Path, device: str) -> None:
     ended = run(script(tmp_path), "--ftckpt", device=device)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -93,7 +90,7 @@ def test_the_stand_in_is_installed_before_the_script(tmp_path: Path) -> None:
     end = "import torch\nprint(torch.cuda.is_available(), torch.zeros(1, device='cuda').device.type)"
     # What the imports have made is no matter of the collector's, which looks at the script's own as ever.
     end += "\nimport gc\nprint(gc.get_freeze_count() > 10**5, gc.isenabled())"
-    ended = run(script(tmp_path, end), device="tests.support.standin:cpu")
+    ended = run(script(tmp_path, end), device="tests.standin:cpu")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[1:] == ["True cpu", "True True"]
 

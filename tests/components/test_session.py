@@ -1,8 +1,11 @@
-"""The session: ranks conclude from the same vote results when to snapshot and prove, what to protect and pin."""
+"""A session: votes, and what ranks conclude from them."""
 
 from __future__ import annotations
 
 import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ftckpt.config import Config
 from ftckpt.model.snapshot import SnapshotId
@@ -10,7 +13,10 @@ from ftckpt.session.actions import Divergence, IntervalConclusion
 from ftckpt.session.protection_scheduler import ProtectionScheduler, ProtectionStatus
 from ftckpt.session.replica_check import ReplicaCheck
 from ftckpt.session.session import Interval, SessionState
-from ftckpt.session.vote import TaskState, VoteResult
+from ftckpt.session.vote import Readiness, TaskState, Vote, VoteResult
+
+# --- the session ---
+
 
 LINEAGE = b"l" * 16
 NOW_SECS = 100.0
@@ -55,35 +61,7 @@ def test_a_target_that_cannot_be_covered_is_given_up_and_the_protected_one_stays
     assert learn(targets, verdict(9), verdict(10, 9)) == ["protected"] and not targets.degraded
 
 
-def test_what_was_given_up_is_not_tried_again_before_there_is_a_newer_one() -> None:
-    targets = ProtectionScheduler(1)
-    learn(targets, verdict(4), verdict(4, 4, TaskState.CANNOT), verdict(4), verdict(4))
-    assert targets.target is None and not targets.pending
-    learn(targets, verdict(5))
-    assert targets.target == at(5) and targets.pending
-
-
 GUARDING = ProtectionStatus(alive=True, configured=True, sealed=True)
-
-
-def test_how_far_a_node_is_with_the_target() -> None:
-    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
-    assert targets.report(GUARDING, NOW_SECS) == (4, TaskState.WORKING)
-    assert targets.report(GUARDING._replace(covered=True), NOW_SECS) == (4, TaskState.READY)
-    for trouble in ({"alive": False}, {"configured": False}, {"sealed": False}, {"gave_up": True}):
-        assert targets.report(GUARDING._replace(**trouble), NOW_SECS) == (4, TaskState.CANNOT), trouble
-    covered = GUARDING._replace(covered=True)
-    assert targets.report(covered._replace(alive=False), NOW_SECS) == (4, TaskState.READY), "what is covered stays so"
-    assert targets.report(covered._replace(configured=False), NOW_SECS) == (4, TaskState.CANNOT), "by other groups"
-
-
-def test_after_a_target_that_took_too_long_a_node_rests() -> None:
-    targets = ProtectionScheduler(1, timeout_secs=30.0, target=at(4), chosen_secs=NOW_SECS)
-    assert targets.report(GUARDING, NOW_SECS + 30.0) == (4, TaskState.WORKING)
-    assert targets.report(GUARDING, NOW_SECS + 31.0) == (4, TaskState.CANNOT)
-    targets.target = None
-    assert targets.report(GUARDING, NOW_SECS + 90.0) == (-1, TaskState.CANNOT)
-    assert targets.report(GUARDING, NOW_SECS + 92.0) == (-1, TaskState.READY)
 
 
 def test_a_target_for_which_the_network_needs_longer_is_waited_for() -> None:
@@ -105,42 +83,6 @@ def test_a_node_that_has_taken_its_share_of_the_cores_rests_once_anything_is_pro
     assert targets.report(resting._replace(alive=False), NOW_SECS) == (-1, TaskState.CANNOT)
     targets.protected = None
     assert targets.report(resting, NOW_SECS) == (-1, TaskState.READY), "nothing is protected yet"
-
-
-def test_protection_that_is_behind_is_logged_once_until_it_is_in_time_again() -> None:
-    """Each of these snapshots takes so many seconds from the moment when it is chosen."""
-    targets, number, now_secs, logged = ProtectionScheduler(1, timeout_secs=120.0), 0, NOW_SECS, []
-    learn(targets, verdict(number))
-    for index, took_secs in enumerate((20, 20, 40, 50, 20, 40, 10, 40)):
-        now_secs += took_secs
-        for cover in (TaskState.WORKING, TaskState.READY):
-            number += 1
-            assert targets.target is not None
-            news = targets.learn(verdict(number, targets.target.iteration, cover), LINEAGE, now_secs)
-            logged += [(index, one.fields["secs"]) for one in news if one.event == "protection_slow"]
-    assert logged == [(2, 40.0), (7, 40.0)]
-
-
-def test_while_a_node_rests_nothing_is_chosen_and_nobody_complains() -> None:
-    targets = ProtectionScheduler(1, timeout_secs=30.0)
-    learn(targets, verdict(4))
-    assert learn(targets, verdict(5, 4, TaskState.DONE)) == ["protected"] and kept(targets) == {at(4)}
-    resting = [(verdict(n, cover=TaskState.DONE), NOW_SECS + n) for n in range(6, 20)]
-    assert [news.event for v, secs in resting for news in targets.learn(v, LINEAGE, secs)] == []
-    assert targets.target is None
-    learn(targets, verdict(20))
-    assert targets.target == at(20), "all are ready"
-
-
-def test_that_none_can_be_protected_for_long_is_told_once() -> None:
-    """Without shared heartbeats no candidate is ever chosen, so that none is dropped."""
-    targets = ProtectionScheduler(1, timeout_secs=30.0)
-    later = [(verdict(n, cover=TaskState.CANNOT), NOW_SECS + 10 * n) for n in range(1, 12)]
-    told = [(n.event, n.fields["iteration"]) for v, secs in later for n in targets.learn(v, LINEAGE, secs)]
-    assert told == [("not_protected", 5)]
-    assert learn(targets, verdict(12)) == [] and targets.target == at(12)
-    (news,) = targets.learn(verdict(13, 12), LINEAGE, NOW_SECS + 130)
-    assert news.event == "protected" and news.fields["again"]
 
 
 def proven(last: int, steps_from: int, repeats: bool = True) -> list[int]:
@@ -208,3 +150,46 @@ def test_only_what_was_concluded_is_kept_for_the_next_attempt() -> None:
         actions = state.learn([VoteResult(next(numbers), -1, stretch=stretch, cost=cost)], 0.0)
         kept.append([action.interval for action in actions if isinstance(action, IntervalConclusion)])
     assert kept == [[], [], [], [6], [], [1]]
+
+
+# --- the input and the result of the all-reduce ---
+
+
+ROUNDS = st.lists(
+    st.builds(
+        Vote,
+        number=st.just(7),
+        newest=st.integers(-1, 3),
+        will=st.sampled_from(Readiness),
+        stretch=st.integers(1, 1000),
+        cost=st.integers(0, 1 << 40),
+        flush_interval=st.integers(0, 1 << 30),
+        target=st.integers(-1, 3),
+        cover=st.sampled_from(TaskState),
+        flush=st.integers(-1, 3),
+        flushed=st.sampled_from(TaskState),
+        step=st.integers(1, 1 << 40),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(ROUNDS)
+def test_a_verdict_is_what_all_rounds_mean_together(rounds: list[Vote]) -> None:
+    minima = [min(words) for words in zip(*(vote.words() for vote in rounds), strict=True)]
+    newest, targets = {vote.newest for vote in rounds}, {vote.target for vote in rounds}
+    flushes = {vote.flush for vote in rounds}
+    assert VoteResult.of(minima) == VoteResult(
+        number=7,
+        newest=newest.pop() if len(newest) == 1 else -1,
+        will=min(vote.will for vote in rounds),
+        stretch=max(vote.stretch for vote in rounds),
+        cost=max(vote.cost for vote in rounds),
+        flush_interval=max(vote.flush_interval for vote in rounds),
+        target=targets.pop() if len(targets) == 1 else -1,
+        cover=min(vote.cover for vote in rounds),
+        flush=flushes.pop() if len(flushes) == 1 else -1,
+        flushed=min(vote.flushed for vote in rounds),
+        step=max(vote.step for vote in rounds),
+    )

@@ -147,27 +147,6 @@ def test_long_lives_of_many_jobs(seed: int) -> None:
     progresses(ranks)
 
 
-@pytest.mark.parametrize("every", [2, 20])
-@pytest.mark.parametrize("slots", [3, 4])
-def test_protection_that_is_slower_than_iterations_costs_a_snapshot_only_where_the_fourth_slot_is_lacking(
-    every: int, slots: int
-) -> None:
-    """With three slots one snapshot is taken while a target is being protected, then all wait for that: the newest
-    committed one is as old as that takes, or as the time after which a target is dropped. With four it is that of the
-    iteration before."""
-    ranks, ages, guarded = job(3, slots=slots), [], set()
-    for number in range(200):
-        ranks.iterate([Fate(smp="slow" if number % every else "covers")] * 3, in_order)
-        whole, protected = ranks.knows.state.committed, ranks.knows.state.targets.protected
-        if number > 40:
-            assert whole is not None and protected is not None
-            ages.append((ranks.iteration - whole.iteration, ranks.iteration - protected.iteration))
-            guarded.add(protected)
-    timeout_secs = int(ranks.config.protect_timeout_secs)  # of one iteration each
-    assert max(age for age, _ in ages) <= (1 if slots == 4 else min(every, timeout_secs) + 4)
-    assert len(guarded) > 1 and (every > timeout_secs or max(age for _, age in ages) <= 2 * every + 5)
-
-
 def test_nothing_is_taken_of_what_a_proof_has_shown_to_be_wrong() -> None:
     """A rank that is late prevents the new layout on all; the next boundary has another proof."""
     ranks = job(2, replica_check_interval=1000)

@@ -6,18 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ftckpt.memory import mapping
-from ftckpt.memory.arena import Arena
-from ftckpt.memory.directory import node_directory
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.session.slot_allocator import SlotAllocator
-from tests.components.test_arena import MANIFEST
 from tests.support.arenas import SHARE, Rank, complete, ranks, settle, start, stop
 from tests.support.snapshots import LINEAGE, fill
 from tests.support.waiting import until
@@ -128,80 +122,3 @@ def test_only_what_a_start_has_left_is_waited_for(member: Rank, slow: SlowMemory
     assert member.arenas.complete(member.have, waits=True) == []
     slow.go.set()
     assert complete(member) == [1]
-
-
-@pytest.mark.parametrize(
-    ("when", "way"),
-    [
-        ("half made", "release"),
-        ("made", "release"),
-        ("taken", "release"),
-        ("half made", "leave"),
-        ("made", "replace"),
-    ],
-)
-def test_a_rank_that_ends_meanwhile_leaves_no_half_made_slot(
-    member: Rank, slow: SlowMemory, when: str, way: str
-) -> None:
-    assert member.arenas.complete(member.have) == []
-    assert slow.asked.wait(SECS)
-    supply = member.arenas.allocator
-    assert supply is not None
-    if when != "half made":
-        slow.go.set()
-        until(lambda: supply.ended, "memory", SECS)
-    if when == "taken":
-        assert member.arenas.complete(member.have) == [1, 2]
-    threading.Timer(0.05, slow.go.set).start()
-    path, steps = member.have.path, slow.steps
-    if way == "release":
-        member.have.close()  # as a job that ends does: first the arena, then what is the node's
-        member.arenas.release()
-        assert slot_files(member) == [f"slot{slot}.safetensors" for slot in range(3 if when == "taken" else 1)]
-    elif way == "leave":
-        member.arenas.leave(member.arena, lambda: None, lambda: None)
-        assert not path.exists()
-    else:
-        member.arena = member.arenas.replace(member.have, None, member.manifest())
-        settle(member)
-        assert not path.exists() and len(slot_files(member)) == 3
-    assert supply.ended and (when != "half made" or way == "replace" or slow.steps == steps), "it went on to the end"
-
-
-def test_a_rank_that_was_killed_meanwhile_leaves_no_memory_to_the_next_start(member: Rank, arena_root: Path) -> None:
-    """It counts for no arena, and the next start could not have its own."""
-    if not (child := os.fork()):
-        with suppress(BaseException):
-            unnamed = member.have.build(1)  # the memory is there, the name is not
-            os._exit(0 if unnamed else 1)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    member.have.close()
-    member.arenas.release()
-    assert len(slot_files(member)) == 2
-    (again,) = ranks(arena_root, 1, slots=3)
-    again.arenas.entry.enter()
-    assert slot_files(member) == ["slot0.safetensors"]
-    again.arenas.release()
-
-
-def test_slots_get_their_memory_when_all_ranks_are_through(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena.create(node_directory(arena_root, "job", "node"), MANIFEST, 2, allocate=1)
-    asked, go, begun = threading.Event(), threading.Event(), list[bool]()
-    build = arena.build
-
-    def through() -> bool:
-        asked.set()
-        return go.is_set()
-
-    def built(*args: Any) -> Any:
-        begun.append(go.is_set())
-        return build(*args)
-
-    monkeypatch.setattr(arena, "build", built)
-    supply = SlotAllocator(arena, [1], None, None, through)
-    assert asked.wait(SECS) and not begun
-    go.set()
-    until(lambda: supply.take() == [1], "it has its memory")
-    assert begun == [True] and arena.allocated(1)
-    supply.close()

@@ -18,8 +18,8 @@ from ftckpt.model.fragment import Box
 from ftckpt.universal.language.patterns import evaluate, fill_template
 from ftckpt.universal.language.placing import LocalTensor, Placement, place
 from ftckpt.universal.language.spec import Spec
+from tests.integrations.megatron_models import Model, build, fill, parallel
 from tests.support.errors import raises
-from tests.support.megatron_models import Model, build, fill, parallel
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import random
-import threading
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from ftckpt.restore import staging as staging_module
 from ftckpt.restore.redistribute import Strip
 from ftckpt.restore.staging import StagingBuffers, free_pinned, pin_ahead
 from ftckpt.restore.threads import in_order
-from tests.gpu.fake_device import SECS, FakeDevice, install
+from tests.gpu.fake_device import FakeDevice, install
 
 NUM, NBYTES = 40, 1000
 THREADS = 3
@@ -60,36 +57,6 @@ def test_each_part_arrives_as_it_was_read(fake: FakeDevice, threads: int) -> Non
     staging.settle()
     for number, target in enumerate(targets):
         assert (target[: NBYTES - number] == number + 1).all() and not target[NBYTES - number :].any()
-
-
-def test_runs_of_one_turn_are_one_call_and_columns_are_not(fake: FakeDevice) -> None:
-    dice, calls = random.Random(5), 0
-    for round_ in range(50):
-        fake.first = dice.choice(fake.streams)
-        staging, wanted = StagingBuffers(), dict[int, torch.Tensor]()
-        target = torch.zeros(10, NBYTES, dtype=torch.uint8)
-        for number in range(10):
-            memory = staging.memory(NBYTES)
-            memory.copy_(torch.randint(256, (NBYTES,), dtype=torch.uint8))
-            wanted[number] = memory.clone()
-            edges = [0, *sorted(dice.sample(range(1, 500), 3)), 500]
-            # Every other byte of both halves of the rest, in a shape of their own.
-            copies = [
-                (Strip(target[number], 500 + at, (250,), (2,)), Strip(memory, 500 + at, (250,), (2,)))
-                for at in (0, 1)
-            ]
-            copies += [
-                (strip(target[number], begin, end - begin), strip(memory, begin, end - begin))
-                for begin, end in pairwise(edges)
-            ]
-            dice.shuffle(copies)
-            staging.send(copies)
-            calls += 1
-        staging.settle()
-        for number, data in wanted.items():
-            assert torch.equal(target[number], data), (round_, number)
-    takes_calls = not fake.refuse_calls and staging_module.batch_copy() is not None
-    assert fake.calls == ([4] * calls if takes_calls else [])
 
 
 def test_copies_come_behind_what_the_script_has_given_the_device(fake: FakeDevice) -> None:
@@ -145,41 +112,6 @@ def test_memory_is_not_lent_to_others_before_the_device_has_taken_it(fake: FakeD
     staging.settle()
     gc.collect()
     assert all(one() is None for one in made) and (targets[:THREADS, 0] == torch.arange(1, THREADS + 1)).all()
-
-
-@pytest.mark.parametrize("fake", ["batch"], indirect=True)
-def test_pinned_memory_is_made_and_freed_by_threads(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each thread of a reading, and not more than is to be read; a reading waits until they are there."""
-    go, freed, named = threading.Event(), list[str](), threading.current_thread
-
-    def make(nbytes: int) -> torch.Tensor:
-        assert go.wait(SECS) and named().name == "ftckpt-pinned"
-        return fake.pinned_memory(nbytes)
-
-    def empty() -> None:
-        assert go.wait(SECS)
-        fake.check_thread()
-        freed.append(named().name)
-
-    monkeypatch.setattr(torch._C, "_host_emptyCache", empty, raising=False)
-    monkeypatch.setattr(staging_module, "MESSAGE_BYTES", NBYTES)
-    monkeypatch.setattr(staging_module, "pinned_memory", make)
-    for nbytes, number in ((100 * NBYTES, 2 * THREADS), (4 * NBYTES - 1, 4), (0, 0)):
-        fake.staging.clear()
-        go.clear()
-        pinned = pin_ahead(nbytes, THREADS)
-        threading.Timer(0.05, go.set).start()
-        if number:
-            StagingBuffers()
-            assert [one.numel() for one in fake.staging] == [NBYTES] * number
-        pinned.join()
-        go.clear()
-        freed.clear()
-        freeing = free_pinned()
-        assert not freed
-        go.set()
-        freeing.join()
-        assert freed == ["ftckpt-pinned"]
 
 
 def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -26,9 +25,8 @@ from ftckpt.persist.storage import Storage
 from tests.support.errors import raises
 from tests.support.killing import fails_with, killed_at
 from tests.support.mounting import tmpfs
-from tests.support.storages import BUCKET, REFUSES, SERVERS, S3Server, in_bucket, servers
+from tests.support.storages import REFUSES, SERVERS, S3Server, in_bucket, servers
 from tests.support.tiers import by_default
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("as_flags")
 
@@ -172,41 +170,6 @@ def test_what_was_written_outlives_the_server(server_that: Callable[[str], S3Ser
     assert storage.read("large", 65 << 20) == bytes(1 << 20)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "options", "words"),
-    [
-        (f"s3://{BUCKET}/x", {"secret_access_key": "wrong"}, ("access is denied", "credentials")),
-        ("s3://nobodys/x", {}, ("s3://nobodys/x",)),
-    ],
-    ids=["another key", "no such bucket"],
-)
-def test_a_wrong_place_is_said_at_the_start(
-    server_that: Callable[[str], S3Server], where: str, options: dict[str, Any], words: tuple[str, ...]
-) -> None:
-    with raises(StorageError, *words):
-        ObjectStorage(where, **server_that(REFUSES).options(**options))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shift", ["+20m", "-20m"])
-def test_a_clock_that_is_wrong_is_said(server_that: Callable[[str], S3Server], shift: str) -> None:
-    if (faketime := shutil.which("faketime")) is None:
-        pytest.skip("needs another clock: apt-get install faketime")
-    program = (
-        "import json, sys\n"
-        "from ftckpt.errors import StorageError\n"
-        "from ftckpt.persist.objects import ObjectStorage\n"
-        "options = json.loads(sys.argv[1])\n"
-        "try:\n    ObjectStorage(options.pop('where'), **options)\n"
-        "except StorageError as error:\n    print(error, error.lasting)\n"
-    )
-    options = json.dumps({"where": f"s3://{BUCKET}/x", **server_that(REFUSES).options()})
-    command = [faketime, "-f", shift, sys.executable, "-c", program, options]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.split()[-1] == "False", "it may be set while the job runs"
-
-
 # --- files ---
 
 
@@ -322,16 +285,6 @@ def test_what_cannot_be_listed_is_not_taken_for_nothing(tmp_path: Path, monkeypa
             list(look())
 
 
-@pytest.mark.parametrize("name", ["EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
-def test_a_file_system_without_hard_links_takes_what_is_created(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = in_files(tmp_path)
-    monkeypatch.setattr(files.os, "link", fails_with(getattr(errno, name)))
-    assert storage.create("a/x", b"first") and not storage.create("a/x", b"later")
-    assert storage.read("a/x") == b"first" and names(storage) == {"a/x": 5} and not storage.unfinished()
-
-
 AWAY = [
     "EIO", "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "EROFS", "EDQUOT", "EAGAIN",
     "ESHUTDOWN", "ENOLINK", "ENETUNREACH", "ENETDOWN", "ECONNRESET", "ECONNREFUSED", "EPIPE", "ENODEV", "EMFILE",
@@ -393,30 +346,3 @@ def test_places_that_cannot_be_used_are_named_with_the_setting(tmp_path: Path) -
         with raises(StorageError, "--ftckpt-persist", word):
             open_storage(where, "--ftckpt-persist")
     shutil.rmtree(tmp_path)
-
-
-def test_a_file_system_that_is_read_only_is_said_to_be_so(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "mount") as mount:
-        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
-        with raises(StorageError, "--ftckpt-persist"):
-            open_storage(str(mount), "--ftckpt-persist")
-
-
-def test_two_writers_of_one_name_never_mix(tmp_path: Path) -> None:
-    storage = in_files(tmp_path)
-    ended = threading.Event()
-
-    def write(byte: int) -> None:
-        while not ended.is_set():
-            storage.write("x", [bytes([byte]) * 5000] * 4)
-
-    threads = [threading.Thread(target=write, args=(byte,)) for byte in (1, 2)]
-    for thread in threads:
-        thread.start()
-    until(lambda: storage.size("x") is not None)
-    seen = [storage.read("x") for _ in range(200)]
-    ended.set()
-    for thread in threads:
-        thread.join()
-    assert all(data in (bytes([1]) * 20_000, bytes([2]) * 20_000) for data in seen)
-    assert os.listdir(tmp_path / "storage") == ["x"]

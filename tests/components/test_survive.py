@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
@@ -305,35 +304,6 @@ def test_the_forecast_of_whole_arenas_is_what_their_chunks_say(data: st.DataObje
             assert forecast.unrecoverable(set(lost), set()) == sorted({shard for shard, _ in unsolved})
 
 
-@given(st.data())
-def test_two_that_share_nothing_are_survived_if_each_is(data: st.DataObject) -> None:
-    job, _, _ = data.draw(damaged_jobs())
-    forecast = Forecast(job.groups, mirrors(job.holdings, job.modes), job.holdings)
-    for nodes in (False, True):
-        near = forecast.near(nodes=nodes)
-        for pair in combinations(sorted(near), 2):
-            if pair[1] not in near[pair[0]]:
-                alone = [forecast.survived(set(), {n}) if nodes else forecast.survived({n}, set()) for n in pair]
-                both = forecast.survived(set(), set(pair)) if nodes else forecast.survived(set(pair), set())
-                assert both == all(alone)
-
-
-@given(st.data())
-@settings(max_examples=20)
-def test_what_is_decided_once_for_all_that_look_alike_is_so_for_each(data: st.DataObject) -> None:
-    """Wherever packages lie: on every node that there is, or on few."""
-    job, _, _ = data.draw(damaged_jobs())
-    on = sorted({holding.node for holding in job.holdings})
-    packages = {h.shard: data.draw(st.lists(st.sampled_from(on), max_size=3)) for h in job.holdings}
-    for keepers in (mirrors(job.holdings, job.modes), packages):
-        forecast = Forecast(job.groups, keepers, job.holdings)
-        for nodes in (False, True):
-            units = LossUnits(forecast, nodes=nodes)
-            for lost in chain.from_iterable(combinations(units.names, count) for count in (1, 2)):
-                each = (set[str](), set(lost)) if nodes else (set(lost), set[str]())
-                assert units.survived(*lost) == forecast.survived(*each), lost
-
-
 @pytest.mark.parametrize("nodes", [False, True])
 def test_two_of_one_group_do_not_look_like_two_of_groups_of_that_shape(nodes: bool) -> None:
     job = build(Modes(node=nodes, peer=True, peer_group=2), 6, 2, [40 * CHUNK] * 12, [0] * 12)
@@ -357,15 +327,3 @@ def test_a_lost_node_takes_its_packages_along() -> None:
     mirrored = mirrors(job.holdings, job.modes)
     assert Forecast(job.groups, mirrored, job.holdings).unrecoverable(set(), {"n1"}) == []
     assert not Forecast(job.groups, own_only, job.holdings).survived(set(), {"n1"})
-
-
-def test_all_pairs_of_a_large_job_take_seconds() -> None:
-    modes = Modes(node=True, replica="replica", peer=True)
-    job = build(modes, 64, 8, [60 * CHUNK] * 512, [40 * CHUNK] * 512)
-    began = time.process_time()
-    forecast = Forecast(job.groups, mirrors(job.holdings, modes), job.holdings)
-    near = forecast.near(nodes=False)
-    assert all(forecast.survived({a, b}, set()) for a in near for b in near[a] if a < b)
-    near = forecast.near(nodes=True)
-    assert not all(forecast.survived(set(), {a, b}) for a in near for b in near[a] if a < b)
-    assert time.process_time() - began < 5

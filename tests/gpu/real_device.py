@@ -86,7 +86,7 @@ _SHARED = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "CUBLAS_WORKSPACE_CONFIG"
 
 def share_device(world_size: int) -> None:
     """A rank of the pool takes part in the first device; before its process group is made."""
-    from tests.support.standin.distributed import install_distributed
+    from tests.standin.distributed import install_distributed
 
     os.environ.update(_SHARED)
     torch.cuda.set_device(0)

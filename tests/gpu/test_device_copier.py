@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -188,23 +187,6 @@ def test_what_has_no_room_on_the_device_goes_to_the_slot_at_once(
     assert_holds(slot, copies, boundary)
 
 
-def test_a_seal_that_fails_drops_the_snapshot_before_the_wait(fake: FakeDevice) -> None:
-    tensors, copies, slot = laid_out(parity=True)
-
-    def fail() -> None:
-        raise OSError("no seal")
-
-    with prepared([slot], CPU) as copier:
-        seen = Landings(copies, slot, arrived=fail)
-        copier.start(tensors, seen.flight, Always())
-        seen.wait()
-        assert not copier.fence(seen.flight, SECS)
-        assert seen.flight.cancel()
-    assert isinstance(seen.flight.error, OSError)
-    assert not seen.arrived
-    assert not fake.compute.waits
-
-
 class HeldUp(Always):
     """Two turns, and a third once somebody lets it."""
 
@@ -274,25 +256,6 @@ def test_parity_in_many_pieces_is_that_of_the_boundary(
     assert not any(tensor.any() for tensor in tensors)
     assert seen.arrived
     assert_holds(slot, copies, boundary)
-
-
-def test_a_chunk_that_failed_half_way_is_waited_for(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Part of it is in flight, and no event of its own marks the end of that part."""
-    tensors, copies, slot = laid_out(parity=True)
-
-    def half(*args: Any, **options: Any) -> None:
-        fake.copy_chunk(*args, **options)
-        raise OSError("the rest was refused")
-
-    monkeypatch.setattr(device_copier, "copy_chunk", half)
-    with prepared([slot], CPU) as copier:
-        release = fake.hold(fake.side)
-        seen = started(copier, tensors, copies, slot)
-        assert not copier.fence(seen.flight, SECS)
-        assert not seen.flight.wait(0.05)
-        release.set()
-        seen.wait()
-        assert fake.log == [0]
 
 
 def test_a_stuck_submission_is_given_up_at_the_deadline(fake: FakeDevice) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
 import pytest
 
-from ftckpt.schedule.bubbles import Turn
 from ftckpt.schedule.iteration import Iteration
 from tests.gpu.device_states import CPU, KINDS, Run, prepared, slot_for
 from tests.gpu.fake_device import PAGE, SECS, FakeDevice
@@ -68,42 +66,6 @@ def test_no_copy_starts_before_the_device_reaches_its_window(fake: FakeDevice, p
     assert chunks == sorted(chunks) and chunks[0] >= 1 and chunks[3] >= 3
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_gates_that_the_device_has_not_reached_do_not_hold_up_the_fence_for_ever(
-    fake: FakeDevice, pinned: bool
-) -> None:
-    """The fence's wait comes after all gates on training's stream: there is no circular wait."""
-    fake.refuse_pinning = not pinned
-    slot = slot_for(8)
-    with prepared([slot], CPU) as copier:
-        slow = fake.hold(fake.compute)
-        threading.Timer(0.1, slow.set).start()
-        run = Run(fake, copier, slot, 8)
-        run.start()
-        run.enter(range(1, 9))
-        run.fence_and_step()
-        run.finish()
-        assert len(fake.compute.waits) == 1 or not pinned
-
-
-def test_a_moment_that_could_not_be_taken_is_no_gate(fake: FakeDevice) -> None:
-    """While a graph is captured: copies follow those before them, and nothing is measured."""
-    slot = slot_for(4)
-    with prepared([slot], CPU) as copier:
-        run = Run(fake, copier, slot, 4)
-        fake.capturing = True
-        assert run.clock.mark() is None
-        for place in range(1, 9):
-            run.bubbles.enter(place, KINDS[place], run.clock.mark())
-        fake.capturing = False
-        run.start()
-        assert run.flight.submitted.wait(SECS)
-        run.fence_and_step()
-        run.finish()
-    assert run.clock.secs(run.marks[0], None) is None
-    assert run.clock.secs(None, run.marks[0]) is None
-
-
 def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None:
     num = 10
     slot = slot_for(num)
@@ -126,27 +88,3 @@ def test_each_copy_is_timed_once_and_inside_its_window(fake: FakeDevice) -> None
     iteration = Iteration(KINDS[:9], tuple(edge for edge in edges if edge is not None), tuple(timed))
     expected = {"window": 5, "tail": 1, "forward": 3, "backward": 1}
     assert iteration.moved_bytes == {kind: chunks * PAGE for kind, chunks in expected.items()}
-
-
-def test_a_turn_without_a_gate_follows_the_last_gate(fake: FakeDevice) -> None:
-    """The side stream works in order: what is hurried does not overtake what waits for its window."""
-
-    class OneGate:
-        turns = 0
-
-        def wait_turn(self, sizes: Sequence[int], hurry: threading.Event) -> Turn:
-            self.turns += 1
-            return Turn(gate) if self.turns == 2 else Turn()
-
-    slot = slot_for(4)
-    with prepared([slot], CPU) as copier:
-        fake.first = fake.side
-        fake.go.clear()
-        run = Run(fake, copier, slot, 4)
-        fake.compute_step("1")
-        gate = run.clock.mark()
-        copier.start(run.tensors, run.flight, OneGate())
-        assert run.flight.submitted.wait(SECS)
-        run.fence_and_step()
-        run.finish()
-    assert fake.side.waits == [0, 1], "the boundary, then one gate"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.real_device import needs_device
+from tests.integrations.adapters import ADAPTERS, Adapter
 from tests.integrations.conformance import CHECKS, Suite
-from tests.support.adapters import ADAPTERS, Adapter
 
 pytestmark = [*needs_device, pytest.mark.multiproc, pytest.mark.faults]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,15 +19,7 @@ from ftckpt.capture.device_copier import DeviceCopier
 from ftckpt.capture.registration import Registrar
 from ftckpt.memory.locks import FileLock
 from ftckpt.schedule.clock import DeviceClock
-from tests.gpu.device_states import (
-    CPU,
-    DeviceSnapshots,
-    assert_holds,
-    laid_out,
-    prepared,
-    shared_slot,
-    started,
-)
+from tests.gpu.device_states import CPU, DeviceSnapshots, assert_holds, laid_out, prepared, shared_slot, started
 from tests.gpu.fake_device import PAGE, SECS, FakeDevice, pages_present
 from tests.support.waiting import until
 
@@ -59,34 +50,6 @@ def test_nothing_is_pinned_in_the_first_two_iterations(fake: FakeDevice, monkeyp
     snapshots.take()
     snapshots.capture.close()
     assert not fake.pinned
-
-
-def test_what_is_dear_to_be_staged_waits_until_its_slot_is_pinned(
-    fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Copies through the staging buffer would delay training. A snapshot that is cheap, or late, need not wait."""
-    snapshots = DeviceSnapshots(monkeypatch, settled=False)
-    capture, release = snapshots.capture, threading.Event()
-    monkeypatch.setattr(registration, "pin_pages", lambda *_: release.wait(SECS))
-    monkeypatch.setattr(registration, "unpin_pages", lambda _address: None)
-    assert capture.is_ready(()), "it takes no time"
-    monkeypatch.setattr(device_copier, "_MOST_STAGED_SECS", 0.0)
-    monkeypatch.setattr(device_copier, "_MOST_STAGED_SHARE", 0.0)
-    assert not capture.is_ready(()) and not capture.takes_fresh_slots
-    for _ in range(2):
-        capture.at_boundary()
-    assert not capture.is_ready(())
-    with monkeypatch.context() as patch:
-        patch.setattr(device_copier, "_MOST_STAGED_SHARE", 1e9)
-        assert capture.is_ready(()), "iterations are long"
-    with monkeypatch.context() as patch:
-        patch.setattr(device_copier, "_PINNED_WITHIN_SECS", -1.0)
-        assert capture.is_ready(())
-    assert not capture.is_ready(())
-    release.set()
-    until(lambda: capture.is_ready(()), "pinned", SECS)
-    assert not capture.takes_fresh_slots and capture.prepared([0]) == [0]
-    snapshots.capture.close()
 
 
 def test_a_slot_that_cannot_be_pinned_is_waited_for_no_longer(

@@ -24,9 +24,9 @@ from ftckpt.model.fragment import Fragment
 from ftckpt.model.topology import RankPlace, Topology
 from ftckpt.model.training_state import Description, Piece
 from ftckpt.session.checkpointer import Checkpointer
+from tests.integrations.adapters import Adapter, Job
 from tests.integrations.conformance_hooks import follow, problems_of
 from tests.support import faults
-from tests.support.adapters import Adapter, Job
 from tests.support.elements import Elements, held, put_together
 from tests.support.faults import Fault
 from tests.support.pool import RankResult, run_ranks

@@ -11,7 +11,7 @@ from tests.support.plain import Recorder
 from tests.support.processes import in_child
 
 if TYPE_CHECKING:
-    from tests.support.adapters import Adapter
+    from tests.integrations.adapters import Adapter
 
 _ITERATIONS = 4
 """A loss scale that begins too high skips the first ones, which write nothing."""

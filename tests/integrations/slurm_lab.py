@@ -235,7 +235,7 @@ class SlurmJob:
         self.lab, self.log, self.stored = lab, lab.root / "log.jsonl", lab.root / "stored"
         self.stored.mkdir(exist_ok=True)
         env = {
-            "FTCKPT_DEVICE": "tests.support.standin:cpu", "FTCKPT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+            "FTCKPT_DEVICE": "tests.standin:cpu", "FTCKPT_PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
             "FTCKPT_RESTARTS": "3",
             "GLOO_SOCKET_IFNAME": "lo", "FTCKPT_SAVE_SECS": "30", "FTCKPT_WAIT_SECS": "10", "FTCKPT_PAUSE_SECS": "1",
         }  # fmt: skip

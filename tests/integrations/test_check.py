@@ -57,14 +57,6 @@ FOUND = [
 ]
 
 
-def test_results_then_remedies_then_their_numbers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(whole_check, "_checks", lambda *_: iter(FOUND))
-    assert main(["check"]) == 1
-    is_golden("check", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -77,17 +69,6 @@ def test_results_then_remedies_then_their_numbers(
 def test_what_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *words]) == 2
     assert problem in capsys.readouterr().err
-
-
-def test_areas_by_name(arena_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    areas = ("host", "device", "network")
-    for words, expected in (
-        (["--device"], {"device"}),
-        (["--host", "--network"], {"host", "network"}),
-        ([], {*areas}),
-    ):
-        assert main(["check", "--arena", str(arena_root), "--size", "1MiB", "--json", *words]) == 0
-        assert {one["area"] for one in found_by(capsys)} == expected
 
 
 @pytest.mark.parametrize("area", ["--host", "--device"])
@@ -152,3 +133,11 @@ def test_a_device_that_cannot_be_used_is_one_failure(arena_root: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "set_device", refuse)
     (found,) = check_device.device_checks(arena_root, 4)
     assert found.state == FAILED and "busy or unavailable" in found.text
+
+
+def test_results_then_remedies_then_their_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_check, "_checks", lambda *_: iter(FOUND))
+    assert main(["check"]) == 1
+    is_golden("check", capsys.readouterr().out)

@@ -155,18 +155,6 @@ def test_a_port_that_a_firewall_drops(arena_root: Path, tmp_path: Path) -> None:
     assert ranks["1"]["from node0"]["state"] == PASSED and re.search("FAILED +network +from node1", table)
 
 
-def test_a_group_that_is_lost(arena_root: Path, tmp_path: Path) -> None:
-    """What was found so far each rank tells itself."""
-    words = ["broken", "check", "--arena", str(arena_root), "--network", "--host"]
-    code, table, ranks = checked(tmp_path, 2, *words, begin=NODES)
-    assert code == 1 and ranks.keys() == {"0"}, table
-    assert ranks["0"]["ranks"]["state"] == FAILED and "rank 1 gave up: " in ranks["0"]["ranks"]["text"]
-    assert "FAILED network, ranks: " in table
-    for rank, cause in (("0", "rank 1 gave up: "), ("1", "Connection reset by peer")):
-        assert re.search(f"PASSED +host +arena +{rank} ", table), table
-        assert re.search(f"FAILED +network +ranks +{rank} +.*{cause}", table), table
-
-
 def test_a_rank_whose_device_fails_waits_for_the_others(arena_root: Path, tmp_path: Path) -> None:
     """Their looks take longer than a collective waits."""
     code, table, ranks = checked(tmp_path, 2, "late", "check", "--arena", str(arena_root), begin=NODES)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.integrations.adapters import ADAPTERS
 from tests.integrations.conformance import CHECKS, Suite
-from tests.support.adapters import ADAPTERS
 from tests.support.tiers import by_default
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]

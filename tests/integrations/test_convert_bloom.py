@@ -84,7 +84,7 @@ def saved(rank: int, world_size: int, folder: str) -> dict[str, np.ndarray]:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     deepspeed.init_distributed()

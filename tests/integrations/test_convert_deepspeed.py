@@ -8,7 +8,6 @@ import functools
 import os
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,11 @@ import torch
 
 from ftckpt.errors import ConvertError
 from ftckpt.model.objects import decode, encode
-from ftckpt.universal import safetensors
-from ftckpt.universal.catalog import Catalog, Reader, Tensor
+from ftckpt.universal.catalog import Catalog, Reader
 from ftckpt.universal.consolidation import Consolidator
 from ftckpt.universal.conversion import Options, convert
 from ftckpt.universal.deepspeed import files as deepspeed_files
 from ftckpt.universal.deepspeed import universal_reader as deepspeed_universal
-from ftckpt.universal.deepspeed import universal_writer as deepspeed_universal_writer
 from ftckpt.universal.deepspeed.reader import DeepSpeedReader
 from ftckpt.universal.deepspeed.universal_reader import DeepSpeedUniversalReader
 from ftckpt.universal.deepspeed.universal_writer import DeepSpeedUniversalWriter
@@ -403,32 +400,6 @@ def test_ranks_that_disagree_are_named() -> None:
         DeepSpeedReader(changed("zero1-three", OPTIMIZER_1, fewer, "fewer"))
 
 
-def test_state_whose_parameters_cannot_be_told_is_refused_and_weights_are_read() -> None:
-
-    def two_groups(state: dict[str, Any]) -> dict[str, Any]:
-        (group,) = state["optimizer"]["param_groups"]
-        half = len(group["params"]) // 2
-        state["optimizer"]["param_groups"] = [
-            {**group, "params": group["params"][:half]}, {**group, "params": group["params"][half:]},
-        ]  # fmt: skip
-        return state
-
-    path = changed("fp32", "mp_rank_00_model_states.pt", two_groups, "groups")
-    with raises(ConvertError, "2 groups", "--roles"):
-        DeepSpeedReader(path)
-    assert set(read_all(DeepSpeedReader(path, roles={"weight"}))) == {
-        key for key in read_all(DeepSpeedReader(saved("fp32").path)) if key.startswith(("weight/", "buffer/"))
-    }
-
-    def one_less(state: dict[str, Any]) -> dict[str, Any]:
-        (group,) = state["optimizer"]["param_groups"]
-        group["params"] = group["params"][:3] + group["params"][4:]
-        return state
-
-    with raises(ConvertError, "24 parameters", "25"):
-        DeepSpeedReader(changed("fp32", "mp_rank_00_model_states.pt", one_less, "frozen"))
-
-
 def test_parameters_that_a_fused_optimizer_laid_end_to_end_are_found() -> None:
     def fused(state: dict[str, Any]) -> dict[str, Any]:
         optimizer = state["optimizer"]
@@ -444,30 +415,3 @@ def test_parameters_that_a_fused_optimizer_laid_end_to_end_are_found() -> None:
     path = changed("fp16", "mp_rank_00_model_states.pt", fused, "fused")
     found, right = read_all(DeepSpeedReader(path)), read_all(DeepSpeedReader(saved("fp16").path))
     assert set(found) == set(right) and not differing(found, right)
-
-
-def test_the_sink_names_what_it_cannot_write(tmp_path: Path) -> None:
-    catalog = Catalog("universal", 3, {}, (), {})
-    writer = DeepSpeedUniversalWriter(tmp_path / "made")
-    for tensors, text in (
-        ([Tensor("exp_avg/a", "F32", (2, 3))], "a: the source has exp_avg of it, and neither weight nor master"),
-        ([Tensor("weight/a/b", "F32", (2, 3))], "'a/b' cannot be the name of a directory"),
-        ([Tensor("weight/a", "I64", (2, 3))], "weight/a: is I64"),
-        ([Tensor("weight/a", "F32", (2,)), Tensor("exp_avg/a", "F32", (3,))], "exp_avg/a: has shape"),
-        ([Tensor("buffer/a", "F32", (2,))], "no weights and no masters"),
-    ):
-        with pytest.raises(ConvertError, match=text):
-            writer.plan(catalog, tensors)
-    assert not list(tmp_path.iterdir())
-
-
-def test_tensors_are_written_in_strips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = DeepSpeedReader(saved("zero1-three").path)
-    convert_to_deepspeed(source, tmp_path / "at once")
-    monkeypatch.setattr(deepspeed_universal_writer, "strips", functools.partial(safetensors.strips, nbytes=500))
-    convert_to_deepspeed(source, tmp_path / "made")
-    files = [file for file in (tmp_path / "made").rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size > 2000 for file in files) >= 3
-    for file in files:
-        assert file.read_bytes() == (tmp_path / "at once" / file.relative_to(tmp_path / "made")).read_bytes()
-        assert file.suffix != ".pt" or zipfile.ZipFile(file).testzip() is None

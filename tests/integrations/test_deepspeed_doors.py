@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,7 +38,7 @@ def section(arena: str, **settings: Any) -> dict[str, Any]:
 
 def initialize(ftckpt_section: Any = None, data: Any = None, scheduler: Any = None, **config: Any) -> Any:
     """A tiny engine with dropout. ``scheduler`` is made from its optimizer."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import deepspeed
@@ -120,7 +119,7 @@ def test_epochs_go_on_at_their_batch_whatever_the_sampler_draws_from(how: str, s
 
 def positions(rank: int, world_size: int, arena: str, items: int, begin: int = 0) -> str:
     """A pipeline of one stage, over an iterator of so many items, without those before ``begin``."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import deepspeed
@@ -365,40 +364,6 @@ def test_what_was_taken_back_does_not_come_back(arena_root: Path, tmp_path: Path
     told = {"events": tmp_path / "events"}
     assert not jobs.events(told, "turned_off") and not jobs.events(told, "snapshot_error")
     assert results(started_again, 2, str(arena_root)) == [4, 4]
-
-
-def loaded_beside_storage(rank: int, world_size: int, arena: str, folder: str) -> list[int]:
-    """Rolls back from the checkpoint on storage to an iteration, then to the beginning, and dies after it."""
-    import ftckpt.deepspeed
-
-    storage = {"persist": f"{folder}/storage", "persist_interval": 2}
-    engine = initialize(section(arena, events=f"{folder}/events", schedule="sync", protect="none", **storage))
-    engine.save_checkpoint(f"{folder}/begin")
-    train_step(engine)
-    engine.save_checkpoint(f"{folder}/saved")
-    steps: list[int] = []
-    for where in ("saved", "begin"):
-        deadline = time.monotonic() + 60.0
-        while engine.global_steps < 2 or ((active := ftckpt.deepspeed.active()) and active.persisted is None):
-            train_step(engine)
-            time.sleep(0.05)
-            assert time.monotonic() < deadline
-        engine.load_checkpoint(f"{folder}/{where}")
-        steps.append(engine.global_steps)
-    train_step(engine)
-    train_step(engine)
-    Path(folder, "steps").write_text(str([*steps, engine.global_steps]))
-    plain.die()
-    return steps
-
-
-def test_what_is_on_storage_does_not_undo_a_load_in_training(arena_root: Path, tmp_path: Path) -> None:
-    (tmp_path / "storage").mkdir()
-    args = (loaded_beside_storage, 1, str(arena_root), str(tmp_path))
-    run_ranks(*args, stand_in=False, expect_failures=True)
-    assert (tmp_path / "steps").read_text() == "[1, 0, 2]"
-    assert [event["iteration"] for event in jobs.events({"events": tmp_path / "events"}, "persisted")][-1] > 2
-    assert results(started_again, 1, str(arena_root), str(tmp_path / "storage")) == [2]
 
 
 def annealed(rank: int, world_size: int, arena: str, folder: str, ends: tuple[int, int]) -> list[Any]:

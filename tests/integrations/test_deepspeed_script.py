@@ -46,7 +46,7 @@ def train(engine: Any, args: argparse.Namespace, how: str) -> None:
 
 def script(rank: int, world_size: int, arena: str, how: str) -> tuple[str, int, list[str]]:
     """Trains three iterations; returns the refusal, the engine's iteration then, and the log."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import deepspeed

@@ -20,8 +20,9 @@ import torch
 
 from ftckpt.config import Config
 from ftckpt.errors import UnsupportedError
-from tests.support import ds_jobs, jobs, te
-from tests.support.adapters import PlainJob
+from tests.integrations.adapters import PlainJob
+from tests.standin import te
+from tests.support import ds_jobs, jobs
 from tests.support.ds_jobs import BF16, fp16, zero
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default
@@ -100,7 +101,7 @@ def train_with_deepspeed(
     rank: int, world_size: int, run: ds_jobs.Run, library: Library, options: dict[str, Any]
 ) -> jobs.Outcome:
     """The script gives the optimizer to ``deepspeed.initialize``."""
-    from tests.support.standin.cuda import install_tensor
+    from tests.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()
@@ -124,7 +125,7 @@ def _let_deepspeed_know(library: Library) -> None:
 
 def train_plain(rank: int, world_size: int, run: jobs.Run, library: Library, options: dict[str, Any]) -> jobs.Outcome:
     """``run`` of launch/train_plain.py with this optimizer."""
-    from tests.support.standin.cuda import install_tensor
+    from tests.standin.cuda import install_tensor
 
     install_tensor()  # it has a flag on "cuda"
     kind: Any = library.install()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import jobs, te
+from tests.standin import te
+from tests.support import jobs
 from tests.support.pool import run_ranks
 
 pytestmark = pytest.mark.multiproc

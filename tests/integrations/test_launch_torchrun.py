@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ftckpt.persist.backend import open_storage
-from tests.support.launching import ITERATIONS, Launched, Standins
+from tests.components.launch_standins import Standins
+from tests.support.launching import ITERATIONS, Launched
 from tests.support.processes import free_ports
 from tests.support.repository import ROOT
 from tests.support.storages import committed

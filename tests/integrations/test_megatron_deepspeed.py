@@ -21,7 +21,7 @@ from tests.support.tiers import by_default
 pytestmark = pytest.mark.multiproc
 pytest.importorskip("deepspeed")
 
-LOOP = Path(__file__).parents[1] / "support" / "megatron_loop"
+LOOP = Path(__file__).parents[1] / "standin" / "megatron_loop"
 JSON: dict[str, Any] = {
     **SMALL,
     "gradient_accumulation_steps": 2,
@@ -43,7 +43,7 @@ def attempt(
     *, loop: Callable[[Any, Namespace], None] | None = None,
 ) -> tuple[list[Any], int | None, str]:  # fmt: skip
     """The log of one attempt of a job, its state after the set-up, and its end."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     sys.path.insert(0, str(LOOP))

@@ -18,9 +18,9 @@ import torch
 from ftckpt.model.fragment import Fragment
 from ftckpt.restore.plan import plan
 from ftckpt.restore.tensor_index import ShardEntry
-from tests.support import megatron_models as models
+from tests.integrations import megatron_models as models
+from tests.integrations.megatron_models import Model
 from tests.support.elements import positions
-from tests.support.megatron_models import Model
 from tests.support.pool import RankFailure, run_ranks
 from tests.support.tiers import by_default
 

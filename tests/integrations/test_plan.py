@@ -97,7 +97,7 @@ def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> S
         enabled=True, **settings, node=f"n{rank // 2}", chunk_size="64KiB", objects_size="1MiB", schedule="thread"
     )
     if case.framework == "layout":
-        from tests.support import megatron_models as models
+        from tests.integrations import megatron_models as models
 
         with models.parallel(case.argv):
             return _told(_layout(case, config))
@@ -107,14 +107,14 @@ def start(rank: int, world_size: int, case: Case, settings: dict[str, Any]) -> S
 def _script(case: Case, config: Any) -> Any:
     """The checkpointer of an example job that its integration has started."""
     if case.framework == "deepspeed":
-        from tests.support.adapters import DeepSpeedJob
+        from tests.integrations.adapters import DeepSpeedJob
 
         return DeepSpeedJob(Shape(case.ranks, [*WIDE, *case.argv], case.config or {})).attach(config)
     if case.framework == "plain":
-        from tests.support.adapters import PlainJob
+        from tests.integrations.adapters import PlainJob
 
         return PlainJob((*WIDE, *case.argv)).attach(config)
-    from tests.support.adapters import MegatronJob
+    from tests.integrations.adapters import MegatronJob
 
     return MegatronJob((*WIDE, *case.argv)).attach(config)
 
@@ -123,7 +123,7 @@ def _layout(case: Case, config: Any) -> Any:
     """The same of a model of experts in a layout that the example script cannot have."""
     from ftckpt.megatron.geometry import coordinates, layout_sizes
     from ftckpt.megatron.state import MegatronState
-    from tests.support import megatron_models as models
+    from tests.integrations import megatron_models as models
 
     sharded = "replicated" not in case.plan
     model = models.Model({"num_moe_experts": 4, "moe_router_topk": 2}, sharded=sharded)

@@ -1,4 +1,4 @@
-"""Megatron with Transformer Engine: real Megatron-core over the stand-in in ``tests/support/te``."""
+"""Megatron with Transformer Engine: real Megatron-core over the stand-in in ``tests/standin/te``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import UnsupportedError
-from tests.support import jobs, te
+from tests.standin import te
+from tests.support import jobs
 from tests.support.errors import a_rank_raises
 from tests.support.pool import run_ranks
 from tests.support.tiers import by_default

@@ -33,7 +33,7 @@ FROM_CHECKOUTS = {"megatron-core": ("0.17.1", "0.18.2", "0.19.0", "0.19.1"), "De
 """Which PyPI does not have."""
 FRAMEWORKS = {"megatron-core": "megatron", "DeepSpeed": "deepspeed"}
 IMPORTS = {  # from 0.18 on megatron-core imports triton, which the stand-in stands in for
-    "megatron-core": "from tests.support import standin; standin.install(); import megatron.core",
+    "megatron-core": "from tests import standin; standin.install(); import megatron.core",
     "DeepSpeed": "import deepspeed",
 }
 RELEASES = [(program, release) for program, releases in TESTED.items() for release in releases]

@@ -91,7 +91,7 @@ def launch(run: Run, checkout: Path, processes: Processes, cache: Path, restarts
         *program.switched_on(run.folder, scene, run.flags),
     ]  # fmt: skip
     env = {
-        **os.environ, "FTCKPT_DEVICE": "tests.support.standin:cpu", "OMP_NUM_THREADS": "1",
+        **os.environ, "FTCKPT_DEVICE": "tests.standin:cpu", "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONWARNINGS": "ignore", "LOCAL_SIZE": str(run.launches[-1]),
         **in_front(checkout, program.path), **program.env,

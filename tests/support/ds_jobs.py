@@ -96,7 +96,7 @@ class Run:
 
 def script() -> Any:
     """The module of the example, over the stand-in."""
-    from tests.support.standin import deepspeed as standin
+    from tests.standin import deepspeed as standin
 
     standin.install()
     import train_deepspeed

@@ -104,7 +104,7 @@ def _prepare(rank: int, settings: Settings) -> None:
     torch.set_num_threads(1)
     constants.from_environment()
     if settings.stand_in and not settings.on_device:
-        from tests.support import standin
+        from tests import standin
 
         standin.install()
     if settings.on_device:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,17 +186,6 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[st
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, **options)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return process
-
-
-@contextmanager
-def running_python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A ``python`` that is killed at the end of the block."""
-    process = python(code, *arguments)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
 
 
 def free_ports(count: int) -> int:

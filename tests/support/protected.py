@@ -20,14 +20,7 @@ from ftckpt.model.fragment import Box, Fragment
 from ftckpt.model.manifest import Manifest, Section, parity_fragment
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import RankPlace, Topology
-from ftckpt.parity.groups import (
-    Member,
-    ParityGroup,
-    mirrors,
-    slot_group,
-    slot_group_name,
-    slot_groups,
-)
+from ftckpt.parity.groups import Member, ParityGroup, mirrors, slot_group, slot_group_name, slot_groups
 from ftckpt.parity.holding import ArenaLayout
 from ftckpt.parity.modes import Modes
 from ftckpt.parity.stripes import block_length, num_blocks

@@ -17,10 +17,10 @@ from ftckpt.config import Config
 from ftckpt.frameworks.tensors import flat, fragments
 from ftckpt.model import objects
 from ftckpt.model.fragment import Fragment
-from tests.support import adapters
+from tests.integrations import adapters
+from tests.integrations.megatron_models import known
 from tests.support.ds_jobs import BF16, Shape, fp16, zero
 from tests.support.elements import positions
-from tests.support.megatron_models import known
 
 ITERATION = 3
 STEP = 5.0

@@ -390,14 +390,6 @@ def test_a_job_whose_memory_is_gone_goes_on_from_what_it_persisted(
     assert main(["verify", plan["persist"]]) == 0
 
 
-def test_there_and_back_again(plan: dict[str, Any], arena_root: Path) -> None:
-    """With names of shards that both layouts have."""
-    for number, layout in enumerate((OLD, NEW, OLD, Layout(tp=2, nodes=("n1", "n0")), NEW)):
-        ended = restarted(Attempt(layout, LAST + number, plan, ends=number == 4))
-        assert {one.start for one in ended} == {LAST + number - 1 if number else None}
-    assert list(arena_root.iterdir()) == []
-
-
 @pytest.fixture(scope="module")
 def old_arenas(module_root: Path) -> Path:
     """The memory that a job in the layout OLD has left: iteration LAST is committed."""
@@ -428,18 +420,6 @@ def test_killed_while_it_changes_its_layout(
         ended = restarted(Attempt(layout, found + 2, {**plan, "arena": str(root)}, ends=True))
         assert {one.start for one in ended} == {found}
         assert list(root.iterdir()) == [], "an ended job left something behind"
-
-
-def test_killed_again_and_again_in_other_layouts(plan: dict[str, Any], arena_root: Path, old_arenas: Path) -> None:
-    """No attempt takes a snapshot; none of them loses the existing one, nor leaves files of the last one."""
-    copied(old_arenas, arena_root)
-    for layout in (NEW, Layout(tp=2, nodes=("n0", "n1")), Layout(pp=2, dp=2, nodes=("n1", "n1", "n0", "n0")), NEW):
-        broken(Attempt(layout, LAST + 1, plan, kill="sealed by one rank"))
-    names = sorted(path.name for path in arena_root.glob("*/n*/tp*"))
-    assert len(names) == OLD.size + NEW.size, names
-    ended = restarted(Attempt(OLD, LAST + 2, plan, ends=True))
-    assert {one.start for one in ended} == {LAST}
-    assert list(arena_root.iterdir()) == []
 
 
 def sealed(arena_root: Path) -> set[int]:

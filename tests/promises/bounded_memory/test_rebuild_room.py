@@ -201,14 +201,3 @@ def test_killed_and_the_node_comes_back_with_a_newer_one(
     broken(lost.job, *POINTS["half rebuilt"])
     lost.come_back()
     assert restored(lost, tmp_path, wanted, 6, NODES) == "memory"
-
-
-@pytest.mark.faults
-def test_killed_after_newer_ones_were_given_up_and_the_node_comes_back(
-    arena_root: Path, node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lost, wanted = lose(arena_root, tmp_path / "n1", monkeypatch, (4, 5, 6))
-    leave_free(node, 8192)
-    broken(lost.job, *POINTS["half rebuilt"])
-    lost.come_back()
-    assert restored(lost, tmp_path, wanted, 5, NODES) == "memory"

@@ -92,7 +92,7 @@ def python(here: Path, *words: str, **env: str) -> tuple[int, str]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "TMPDIR": str(here),
-        "FTCKPT_DEVICE": "tests.support.standin:cpu",
+        "FTCKPT_DEVICE": "tests.standin:cpu",
     }
     ended = subprocess.run(
         [sys.executable, *words],

@@ -14,10 +14,7 @@ import torch
 
 from ftckpt.errors import CaptureError
 from ftckpt.memory.arena import Arena
-from ftckpt.memory.control_block import ControlBlock
 from ftckpt.memory.package import list_packages
-from ftckpt.model.snapshot import SnapshotId
-from ftckpt.session import deadlines
 from ftckpt.session.shard import Proof, Shard
 from ftckpt.session.vote import Readiness
 from tests.support import jobs, plain
@@ -206,39 +203,6 @@ def test_the_last_snapshot_of_a_job_that_leaves_its_arenas_is_sealed(settings: d
     assert start_over(settings) == [(3, 3, [3.0], [3.0])] * 2
 
 
-def late_then_killed(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    """Rank 0 does not read in time that 5 is committed, and reads it together with an empty vote result."""
-    checkpointer, state = plain.make(rank, world_size, settings)
-    assert checkpointer.restore() is None
-    place = Path(settings["events"]).parent
-
-    def disturb() -> None:
-        if state.iteration == 7:
-            threading.Event().wait()  # until it is killed
-
-    plain.before_each_copy(disturb)
-    for iteration in range(1, 8):
-        # Rank 1 posts for 5 once rank 0 has not waited for it; rank 0 posts again once rank 1 has taken 6.
-        awaited = {(1, 6): "missed", (0, 7): "taken"}.get((rank, iteration))
-        if awaited is not None:
-            until((place / awaited).exists, awaited)
-        misses = (rank, iteration) == (0, 6)
-        deadlines.VOTE_SECS = 0.1 if misses else settings["vote_secs"]
-        plain.iterate(checkpointer, state, iteration)
-        if iteration == 6:
-            (place / ("missed" if rank == 0 else "taken")).touch()
-    meet(place / "both at 7", world_size)
-    plain.die()
-
-
-def test_a_rank_that_reads_two_verdicts_at_once_keeps_what_the_first_one_named(settings: dict[str, Any]) -> None:
-    settings |= {**FAST, "vote_secs": 60.0}
-    run_ranks(late_then_killed, 2, settings, expect_failures=True)
-    begun = {(e["rank"], e["iteration"]) for e in jobs.events(settings, "snapshot") if e["iteration"] > 5}
-    assert begun == {(1, 6), (0, 7), (1, 7)}
-    assert start_over(settings) == [(5, 5, [5.0], [5.0])] * 2
-
-
 def used_after_close(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     checkpointer, state = plain.restarted(rank, world_size, settings)
     plain.iterate(checkpointer, state, 1)
@@ -253,52 +217,6 @@ def used_after_close(rank: int, world_size: int, settings: dict[str, Any]) -> No
 
 def test_a_closed_checkpointer_stays_out_of_the_way(settings: dict[str, Any]) -> None:
     run_ranks(used_after_close, 2, settings)
-
-
-def fails_once(rank: int, world_size: int, settings: dict[str, Any], where: str) -> tuple[float, int, bool]:
-    """The longest boundary, the snapshot committed at the last, and whether ftckpt was off; an unforeseen call fails
-    on rank 1, once or from then on."""
-    checkpointer, state = plain.restarted(rank, world_size, settings)
-    capture, protection = checkpointer.capture, checkpointer.rank.protection
-    goes_on, seal = threading.Event(), ControlBlock.seal
-
-    def seal_late(self: ControlBlock, slot: int, snapshot: SnapshotId, **how: Any) -> None:
-        # Of the boundary that fails and proves: its round cannot be known yet, and the others wait for it.
-        assert (where, rank, snapshot.iteration) != ("boundary", 1, 3) or goes_on.wait(60)
-        seal(self, slot, snapshot, **how)
-
-    ControlBlock.seal = seal_late  # type: ignore[method-assign, assignment]
-    owner: Any = capture if where == "boundary" else protection
-    name, longest_secs = {"boundary": "poll"}.get(where, "observe"), 0.0
-    works = getattr(owner, name)
-
-    def fails(*_: Any, **__: Any) -> Any:
-        if where != "always":
-            setattr(owner, name, works)
-        raise OSError("a file went away")
-
-    for iteration in range(1, 17):
-        if (rank, iteration) == (1, 4):
-            setattr(owner, name, fails)
-        checkpointer.fence()
-        state.advance(iteration, float(iteration))
-        begin = time.monotonic()
-        checkpointer.step(iteration)
-        longest_secs = max(longest_secs, time.monotonic() - begin)
-        if iteration == 4:
-            goes_on.set()
-    whole, off = checkpointer.committed, checkpointer.off
-    checkpointer.close(remove=False)
-    return longest_secs, whole.iteration if whole is not None else -1, off
-
-
-@pytest.mark.parametrize("where", ["boundary", "always"])
-def test_what_fails_on_one_rank_shifts_no_rounds(where: str, settings: dict[str, Any]) -> None:
-    """Rounds pair up by their order: one that is left out makes each rank wait for the other at every boundary."""
-    settings |= {"vote_secs": 5.0, "error_limit": 3, "objects_size": "1MiB", "on_error": "continue"}
-    for longest_secs, whole, off in (result.value for result in run_ranks(fails_once, 2, settings, where)):
-        assert longest_secs < 5.0, "nobody waits for a round that does not come"
-        assert off if where == "always" else (whole, off) == (15, False), "past the limit all turn off together"
 
 
 def told_late(rank: int, world_size: int, settings: dict[str, Any], trouble: str) -> list[bool]:

@@ -189,27 +189,3 @@ def test_a_rank_that_is_killed_in_the_last_snapshot_leaves_the_one_before(ending
     shutil.rmtree(ending["events"])
     run_ranks(train, 2, ending, "")
     assert stored(ending) == [LAST]
-
-
-def train_while_copies_fail(rank: int, world_size: int, settings: dict[str, Any]) -> None:
-    checkpointer, state = plain.restarted(rank, world_size, settings)
-    copy_chunk = copier.copy_chunk
-    for iteration in range(1, LAST + 1):
-        if iteration == LAST and rank == 1:
-            checkpointer.capture.settle(20.0)  # type: ignore[union-attr]  # the copies of the one before
-            copier.copy_chunk = fail
-        plain.iterate(checkpointer, state, iteration)
-    checkpointer.fence()  # the copies of the other rank arrive
-    checkpointer.snapshots.kept.keep(LAST, state.save_objects)  # type: ignore[union-attr]
-    copier.copy_chunk = copy_chunk
-    checkpointer.close()
-
-
-def test_what_has_failed_on_one_rank_that_one_takes_once_more(ending: dict[str, Any]) -> None:
-    ending |= {"interval": 1}
-    run_ranks(train_while_copies_fail, 2, ending)
-    taken = [(event["rank"], event["iteration"]) for event in jobs.events(ending, "snapshot")]
-    assert taken.count((1, LAST)) == 2 and taken.count((0, LAST)) == 1
-    assert stored(ending) == [LAST]
-    results = [result.value for result in run_ranks(plain.restored, 2, ending)]
-    assert [result[:3] for result in results] == [(LAST, LAST, [float(LAST)])] * 2

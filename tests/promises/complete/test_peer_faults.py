@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import socket
@@ -25,9 +24,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import FRAME, Channel, Delivery, Trust
 from ftckpt.smp.requests import BytesRequest, ChunkRequest, decode_request, encode_object, exchange
-from ftckpt.smp.task_queue import TaskQueue
-from tests.support.killing import killed_at
-from tests.support.smp_nodes import QUICK, SECRET, Node, Seen, Smp, SmpProcess, check_parity, describe
+from tests.support.smp_nodes import QUICK, SECRET, Node, Smp, SmpProcess, check_parity, describe
 from tests.support.snapshots import LINEAGE, fill
 from tests.support.waiting import until
 
@@ -250,78 +247,6 @@ def test_an_smp_killed_at_any_time_loses_nothing(arena_root: Path, stack: ExitSt
     last.configure(describe(nodes[1], nodes, PEER, ports, protect_timeout_secs=60.0))
     until(lambda: all(node.encoded(2) for node in nodes), "encoded")
     assert check_parity(nodes, PEER, 2) >= 2 and check_parity(nodes, PEER, 1) >= 2
-
-
-@pytest.mark.slow
-def test_an_smp_killed_at_any_store_claims_nothing_that_is_not_so(arena_root: Path, stack: ExitStack) -> None:
-    node = Node(arena_root, "n0", [0, 1], 2, chunks=2)
-    stack.callback(node.close)
-    description = describe(node, [node], NODE, {})
-
-    def cover(iteration: int) -> None:
-        tasks = TaskQueue(node.dir, Seen())
-        tasks.configure(description)
-        deadline = time.monotonic() + 30
-        while not node.encoded(iteration):
-            assert time.monotonic() < deadline
-            tasks.step(time.monotonic() + 1)
-        tasks.close()
-
-    iteration = 1
-    node.snapshot(1, iteration)
-    node.target(iteration)
-    cover(iteration)
-    node.protected(iteration)
-    for step in range(0, 1000):
-        iteration += 1
-        node.snapshot(iteration % 3, iteration)
-        node.target(iteration)
-        killed = killed_at(step, lambda: cover(iteration))  # noqa: B023
-        _check_claims(node, iteration)
-        assert check_parity([node], NODE, iteration - 1) >= 2, "of the protected one"
-        assert node.packages(iteration - 1) == ["dp0", "dp1"]
-        cover(iteration)
-        assert check_parity([node], NODE, iteration) >= 2 and node.packages(iteration) == ["dp0", "dp1"]
-        node.protected(iteration)
-        if not killed:
-            break
-    assert 30 < step < 999
-
-
-def _check_claims(node: Node, iteration: int) -> None:
-    for arena in node.arenas:
-        check = arena.check(iteration % 3)
-        if check is not None and check.snapshot.iteration == iteration:
-            hashes = [arena.hash_chunk(iteration % 3, chunk) for chunk in range(len(arena.image.chunks))]
-            assert check.chunk_hashes.tolist() == hashes
-    if CheckState.ENCODED in node.states(iteration):
-        assert check_parity([node], NODE, iteration) >= 2 and node.packages(iteration) == ["dp0", "dp1"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_full_tmpfs_is_told_once_and_training_goes_on(tmp_path: Path, stack: ExitStack) -> None:
-    if os.system(f"mount -t tmpfs -o size=4m ftckpt-test {tmp_path} 2>/dev/null"):
-        pytest.skip("mounting is not allowed here")
-    stack.callback(lambda: os.system(f"umount -l {tmp_path}"))
-    node = Node(tmp_path, "n0", [0, 1, 2], 3, chunks=4, slots=2)
-    stack.callback(node.close)
-    smp = stack.enter_context(closing(Smp(node)))
-    smp.configure(describe(node, [node], NODE, {}))
-    ballast = tmp_path / "ballast"
-    ballast.write_bytes(b"x" * (os.statvfs(tmp_path).f_bavail * 4096 - 300_000))
-    node.snapshot(0, 1)
-    node.target(1)
-    smp.start()
-    until(lambda: smp.tasks.cannot == SnapshotId(LINEAGE, 1), "cannot")
-    smp.settle()
-    [event] = smp.events.of("not_covered")
-    assert "no room" in event["reason"] and node.states(1) == [CheckState.CHECKED] * 3
-    node.snapshot(1, 2)
-    until(lambda: node.checked(2), "what is sealed is still checked")
-    ballast.unlink()
-    node.target(2)
-    until(lambda: node.encoded(2), "encoded")
-    assert check_parity([node], NODE, 2) >= 3
 
 
 def test_what_a_trainer_overwrites_while_it_is_sent_is_dropped(arena_root: Path, stack: ExitStack) -> None:

@@ -18,9 +18,8 @@ from ftckpt.model.snapshot import SnapshotId
 from ftckpt.parity.modes import Modes
 from ftckpt.smp import chunk_source
 from ftckpt.smp.channel import Channel
-from ftckpt.smp.requests import BytesRequest, ChunkRequest, PackageRequest
-from ftckpt.smp.traffic import NetworkProfile
-from tests.support.smp_nodes import CHUNK, Node, Smp, check_parity, describe, parity_of
+from ftckpt.smp.requests import ChunkRequest
+from tests.support.smp_nodes import Node, Smp, check_parity, describe, parity_of
 from tests.support.snapshots import LINEAGE
 from tests.support.tiers import by_default
 from tests.support.waiting import until
@@ -178,64 +177,6 @@ def test_a_target_that_changes_is_left_at_once(cluster: Cluster) -> None:
     assert cluster.check(2) >= 2 and not cluster.nodes[0].encoded(1)
 
 
-def test_packages_are_pulled_as_memory_allows(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way: dict[str, int] = {}
-    most = 0
-    request, take = chunk_source.Sources.request, chunk_source.Sources.take
-
-    def requested(self: Any, node: str, wanted: BytesRequest, at_most: int) -> Any:
-        nonlocal most
-        fetch = yield from request(self, node, wanted, at_most)
-        if isinstance(wanted, PackageRequest) and self.node == "n1":
-            under_way[wanted.shard] = at_most  # by shard: what its node did not have yet is requested anew
-            most = max(most, sum(under_way.values()))
-        return fetch
-
-    def taken(self: Any, node: str, fetch: Any, problem: Any) -> Any:
-        data = yield from take(self, node, fetch, problem)
-        if isinstance(fetch.request, PackageRequest):
-            assert len(data) <= fetch.at_most < len(data) + (64 << 10), "what may come is known beforehand"
-            del under_way[fetch.request.shard]
-        return data
-
-    monkeypatch.setattr(chunk_source.Sources, "request", requested)
-    monkeypatch.setattr(chunk_source.Sources, "take", taken)
-    cluster.build([[0, 1, 2, 3, 4], [5]], PEER, start=False)
-    size = cluster.nodes[0].holdings()[0].package_bytes
-    monkeypatch.setattr("ftckpt.smp.encode.PULLED_BYTES", int(2.5 * size))
-    for node in cluster.nodes:
-        node.snapshot(0, 1)
-    cluster.target(1)
-    cluster.smps[0].start()
-    smp = cluster.smps[1].start()
-    until(lambda: cluster.nodes[1].encoded(1), "encoded")
-    assert size < most <= 3.5 * size and len(cluster.nodes[1].packages(1)) == 6
-    assert smp.tasks.status()["network"] == {"bytes_per_sec": 0.0, "source": "the test", "wait_secs": 0.0}
-
-
-def test_the_limit_of_what_is_received_is_kept(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, network_rate="200kB/s")
-    cluster.encode(0, 1)
-    for smp in cluster.smps:
-        [covered] = smp.events.of("covered")
-        assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
-
-
-def test_what_is_sent_is_limited_too(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False)
-    one, other = cluster.smps
-    ports = {node.name: smp.port for node, smp in zip(cluster.nodes, cluster.smps, strict=True)}
-    one.configure(describe(cluster.nodes[0], cluster.nodes, PEER, ports, network_rate="200kB/s"))
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.nodes[1].encoded(1), "encoded by the one that may receive all it likes")
-    [covered] = other.events.of("covered")
-    assert covered["secs"] > 0.6 * (covered["received_bytes"] - CHUNK) / 2e5
-    assert one.tasks.status()["sent_bytes"] >= covered["received_bytes"]
-
-
 @pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
 def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
     cluster.build([[0], [1]], PEER, start=False)
@@ -254,39 +195,6 @@ def test_nothing_is_sent_while_training_uses_the_network(cluster: Cluster, phase
     threading.Timer(0.5, pulse.beat, (1, "forward")).start()
     with service.find(wanted) as delivery:
         assert delivery is not None and time.monotonic() - begun > 0.4
-    pulse.leave()
-
-
-@pytest.mark.parametrize("phase", by_default(["tail", "fence", "optimizer"], ["tail"]))
-def test_transfers_hold_while_training_uses_the_network(cluster: Cluster, phase: str) -> None:
-    cluster.build([[0], [1]], PEER, start=False)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
-    pulse.beat(1, phase)
-    begun = time.monotonic()
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.smps[1].asked, "asked, although the phase never ends")
-    assert time.monotonic() - begun > 0.3
-    pulse.beat(1, "forward")
-    until(lambda: cluster.encoded(1), "encoded")
-    pulse.leave()
-
-
-def test_transfers_wait_for_an_idle_part_whatever_the_phase(cluster: Cluster) -> None:
-    cluster.build([[0], [1]], PEER, start=False)
-    cluster.snapshot(0, 1)
-    cluster.target(1)
-    cluster.smps[0].tasks.traffic.profile = NetworkProfile(2.0, ((0.5, 1.0),))
-    pulse = Heartbeat.open(cluster.nodes[0].dir, 0)
-    pulse.beat(1, "forward")
-    begun = time.monotonic()
-    for smp in cluster.smps:
-        smp.start()
-    until(lambda: cluster.smps[1].asked, "asked")
-    assert time.monotonic() - begun > 0.9
-    until(lambda: cluster.encoded(1), "encoded")
     pulse.leave()
 
 

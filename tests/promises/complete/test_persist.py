@@ -17,20 +17,19 @@ import torch
 from safetensors import safe_open
 
 from ftckpt.cli.main import main
-from ftckpt.errors import CorruptError, LostError, MemoryBudgetError, StorageError
+from ftckpt.errors import CorruptError, LostError, StorageError
 from ftckpt.events import Events
 from ftckpt.memory.arena import Arena
 from ftckpt.memory.destinations import TargetParts
-from ftckpt.memory.directory import SMP_STATE_NAME, clean_job, end_smp
+from ftckpt.memory.directory import clean_job, end_smp
 from ftckpt.persist import retention
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, checkpoints, claim, iteration_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
-from ftckpt.restore import restart, room, selected_shards, storage_catalog
+from ftckpt.restore import restart, selected_shards, storage_catalog
 from ftckpt.restore.shard_reconstruction import ShardReconstruction
-from ftckpt.session import node_smp
 from ftckpt.session.checkpointer import Checkpointer
 from tests.support import jobs, plain
 from tests.support.errors import a_rank_raises
@@ -40,7 +39,6 @@ from tests.support.pool import RankFailure, run_ranks
 from tests.support.repository import is_golden
 from tests.support.smps import start_smps
 from tests.support.storages import BUCKET, S3Server, committed, swift
-from tests.support.tiers import by_default
 from tests.support.waiting import meet, until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -321,63 +319,12 @@ def test_no_job_goes_back_because_storage_cannot_be_seen_for_a_moment(
         assert results == [(newest, newest)] * 4, "memory has all that the job came to"
 
 
-@pytest.mark.parametrize("fails", by_default(["storage", "room", ""], ["storage", ""]))
-def test_what_memory_has_of_later_is_given_up_only_for_what_storage_gives(
-    fails: str, going_on: dict[str, Any]
-) -> None:
-    """A node is away, with its part of a newer snapshot; the older one on storage comes, or not."""
-    there = [one.snapshot.iteration for one in stored(going_on)]
-    in_memory = {name: value for name, value in going_on.items() if "persist" not in name} | {"protect": "none"}
-    run_ranks(train_past, 4, in_memory, there[0], expect_failures=True)
-    newest = min(max(arena.snapshots()).iteration for arena in arenas_of(going_on))
-    assert newest > there[0]
-    node = Path(going_on["arena"]) / "ftckpt-test" / "n1"
-    away = node.rename(node.parent.parent / "away")
-    going_on["protect"] = "none"
-    if fails == "storage":
-        for iteration in there:
-            damaged(going_on, iteration, "dp1")
-        with pytest.raises(RankFailure, match="was committed and cannot be restored"):
-            run_ranks(restored, 4, going_on)
-    elif fails == "room":
-        with pytest.raises(RankFailure, match=r"MemoryBudgetError: .*no room"):
-            run_ranks(restored_without_room, 4, going_on)
-    else:
-        newest = there[0]
-        comes_back(going_on, newest)
-    shutil.rmtree(node, ignore_errors=True)
-    away.rename(node)
-    comes_back(going_on, newest)
-
-
-def train_past(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
-    """Until a snapshot after ``last`` is committed; then all are killed at a boundary."""
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    number = checkpointer.restore() or 0
-    while checkpointer.committed is None or checkpointer.committed.iteration <= last:
-        number += 1
-        plain.iterate(checkpointer, state, number)
-    die_together(checkpointer, settings, world_size)
-
-
 def die_together(checkpointer: Checkpointer, settings: dict[str, Any], world_size: int) -> None:
     """At a boundary, once what was copied is sealed on each rank."""
     checkpointer.fence()
     checkpointer.capture.settle(20.0)  # type: ignore[union-attr]
     meet(Path(settings["events"]).parent / "trained", world_size)
     plain.die()
-
-
-def restored_without_room(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
-    """Reads that are not direct find no memory."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise MemoryBudgetError("no room")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selected_shards, "reads_little_twice", lambda *_: False)
-        patch.setattr(room, "make_room", refuse)
-        return restored(rank, world_size, settings)
 
 
 def restored_into_bad_memory(rank: int, world_size: int, settings: dict[str, Any]) -> Any:
@@ -478,7 +425,8 @@ def test_a_job_ends_where_storage_has_gone_and_memory_keeps_its_last_snapshot(
     assert main(["save", "test", "--arena", persisting["arena"]]) == 2
     Path(persisting["persist"]).mkdir()
     assert main(["save", "test", "--arena", persisting["arena"]]) == 0
-    assert "iteration 6 is at" in capsys.readouterr().out and committed(open_storage(persisting["persist"])) == [6]
+    is_golden("save", capsys.readouterr().out, storage=persisting["persist"])
+    assert committed(open_storage(persisting["persist"])) == [6]
 
 
 def test_an_end_that_brings_nothing_to_storage(
@@ -575,23 +523,6 @@ def restored_while_it_is_retired(rank: int, world_size: int, settings: dict[str,
     return was
 
 
-def test_what_proves_bad_beside_what_was_brought_is_brought_too(persisting: dict[str, Any]) -> None:
-    """A node is lost; a slot of the other is corrupt, which nobody checks before the snapshot is reconstructed."""
-    persisting["protect"] = "none"
-    run_ranks(train_until_persisted_then_die, 4, persisting, expect_failures=True)
-    shutil.rmtree(Path(persisting["arena"]) / "ftckpt-test" / "n1")
-    newest = stored(persisting)[0].snapshot
-    (path,) = Path(persisting["arena"]).glob("ftckpt-test/n0/dp1.*")
-    with closing(Arena.open(path, writable=True)) as arena:
-        slot = arena.find(newest)
-        assert slot is not None
-        with arena.slot(slot) as view:
-            view[arena.image.objects.begin] ^= 1
-    comes_back(persisting, newest.iteration)
-    first, second = jobs.events(persisting, "fetched")[::4]
-    assert (first["shards"], second["shards"]) == (2, 1)
-
-
 def train_without_storage(rank: int, world_size: int, settings: dict[str, Any]) -> None:
     checkpointer, state = plain.restarted(rank, world_size, settings, NODES[:world_size])
     if rank == 0:
@@ -671,32 +602,6 @@ def test_what_trains_is_not_saved_as_if_it_did_not(persisting: dict[str, Any]) -
     persisting["persist_interval"] = 1 << 30
     assert run_ranks(save_beside_training, 4, persisting)[0].value == 2
     assert [one.snapshot.iteration for one in stored(persisting)] == [3], "at the end, by the job itself"
-
-
-def die_before_the_smp_is_told(rank: int, world_size: int, settings: dict[str, Any], last: int) -> None:
-    """A process that is killed while it waits for the SMP that it has started."""
-    checkpointer, state = plain.make(rank, world_size, settings, NODES[:world_size])
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(node_smp, "find_or_start", lambda *_: time.sleep(3600))
-    plain.train(checkpointer, state, range((checkpointer.restore() or 0) + 1, last + 1))
-    die_together(checkpointer, settings, world_size)
-
-
-def test_what_a_job_left_is_saved_where_no_smp_has_run_yet(
-    persisting: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An SMP starts concurrently with training, which may be killed before; and one may be killed with the job."""
-    command = ["save", "test", "--arena", persisting["arena"], "--timeout", "60"]
-    assert main(command) == 2 and "no memory of job 'test'" in capsys.readouterr().err
-    run_ranks(die_before_the_smp_is_told, 4, persisting, 6, expect_failures=True)
-    assert main(command) == 0 and [one.snapshot.iteration for one in stored(persisting)] == [6]
-    is_golden("save", capsys.readouterr().out, storage=persisting["persist"])
-    node_dir = Path(persisting["arena"]) / "ftckpt-test" / "n1"
-    end_smp(node_dir, 20.0)
-    assert main(command) == 0, "one that has ended in order leaves what it was told to the next"
-    end_smp(node_dir, 20.0)
-    (node_dir / SMP_STATE_NAME).unlink()
-    assert main(command) == 2 and "node n1: no SMP has a description of the arenas" in capsys.readouterr().err
 
 
 def test_what_a_job_without_storage_left_is_saved_from_memory(

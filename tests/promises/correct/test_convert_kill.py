@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from ftckpt.array_types import Bytes
-from ftckpt.cli.main import main
 from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import Box, Fragment
 from ftckpt.universal.catalog import Catalog, Reader, Writer
 from ftckpt.universal.conversion import Options, convert
-from ftckpt.universal.formats import ReadOptions, open_reader, open_writer
+from ftckpt.universal.formats import ReadOptions, open_reader
 from ftckpt.universal.megatron.dist_writer import MegatronDistWriter
 from ftckpt.universal.safetensors import WeightsWriter
 from ftckpt.universal.universal_format import UniversalWriter
@@ -247,12 +246,3 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         assert found.returncode == 0, found.stderr
         most[limit] = int(found.stdout)
     assert all(peak < limit + (8 << 20) for limit, peak in most.items()), most
-
-
-def test_the_command_says_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(Columns(), UniversalWriter(tmp_path / "source"), Options())
-    (tmp_path / "file").write_text("")
-    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "file" / "out")]) == 2
-    assert "Not a directory" in capsys.readouterr().err
-    assert contents(tmp_path / "source") == Columns().expected
-    assert open_writer(tmp_path / "x", "universal")

@@ -23,7 +23,6 @@ from ftckpt.errors import ConvertError
 from ftckpt.model import objects
 from ftckpt.universal.catalog import Catalog, Tensor
 from ftckpt.universal.conversion import Options, convert
-from ftckpt.universal.deepspeed.reader import DeepSpeedReader
 from ftckpt.universal.foreign import pickles
 from ftckpt.universal.foreign.distributed import CheckpointDirectory, read_data
 from ftckpt.universal.megatron.dist_reader import MegatronDistReader
@@ -206,26 +205,6 @@ def test_parameters_flattened_by_older_versions(tmp_path: Path) -> None:
     for layer in range(3):
         values = torch.from_numpy(read.read(layer).copy()).view(torch.float32).reshape(4, 2)
         assert torch.equal(values, whole[layer])
-
-
-@pytest.mark.parametrize("arguments", [(2,), ("gradients",)], ids=["by value", "by name"])
-def test_a_stage_of_zero_is_read_whichever_python_wrote_it(
-    arguments: tuple[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python 3.10 and 3.12 pickle an enumeration by its value, 3.11.0 to 3.11.3 by its name."""
-    home = types.ModuleType("deepspeed.made_up")
-    stages = type("ZeroStageEnum", (), {"__module__": home.__name__})
-    home.ZeroStageEnum = stages  # type: ignore[attr-defined]
-    stage = type("Stage", (), {"__reduce__": lambda _: (getattr, (stages, *arguments))})()
-    if arguments == (2,):
-        stage = type("Stage", (), {"__reduce__": lambda _: (stages, arguments)})()
-    state = {"zero_stage": stage, "single_partition_of_fp32_groups": [torch.arange(6.0)], "partition_count": 1}
-    model = {"module": {"w": torch.ones(2, 3)}, "param_shapes": [{"w": torch.Size((2, 3))}], "global_steps": 3}
-    monkeypatch.setitem(sys.modules, home.__name__, home)
-    torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
-    monkeypatch.undo()
-    assert DeepSpeedReader(tmp_path).catalog.layout["zero"] == 2
 
 
 @pytest.mark.parametrize("name", ["pathlib.PurePosixPath", "collections.OrderedDict", "builtins.getattr"])

@@ -272,41 +272,6 @@ time.sleep(600)  # until it is killed
 """
 
 
-def wait_beside_a_frozen_store(rank: int, size: int, port: int, pid: int, here: str) -> tuple[str, float]:
-    """The error of rank 1, and its delay, when rank 0 never arrives and the store does not answer."""
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
-    group = Group(FEW_SECS / 4)
-    group.barrier()
-    begin, told = time.monotonic(), ""
-    if rank == 1:
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RuntimeError) as error:
-            group.gather(b"x")
-        told = str(error.value)
-    waited = time.monotonic() - begin
-    meet(Path(here, "told"), size, 3 * FEW_SECS)
-    return told, waited
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-def test_no_rank_waits_on_when_the_store_does_not_answer(tmp_path: Path) -> None:
-    """Its host is frozen, or nothing of it comes through."""
-    store = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE)
-    try:
-        assert store.stdout is not None
-        port = int(store.stdout.readline())
-        arguments = (port, store.pid, str(tmp_path))
-        results = run_ranks(
-            wait_beside_a_frozen_store, 2, *arguments, init_process_group=False, timeout_secs=8 * FEW_SECS
-        )
-        told, waited = results[1].value
-        assert told and waited < 1.2 * FEW_SECS  # its own deadline, and a few seconds
-    finally:
-        store.kill()
-        store.communicate()
-
-
 def give_up_and_start_anew(rank: int, size: int) -> list[bytes]:
     first = Group(GROUP_SECS)
     first.give_up("for a test")

@@ -152,35 +152,6 @@ def test_any_layout_becomes_any_other_and_replicas_are_fetched_once(tmp_path: Pa
     assert spread_bytes > 0
 
 
-def all_pairs(rank: int, size: int, nbytes: int) -> tuple[bool, int]:
-    """Every rank sends every other one messages of all lengths; the one buffer per open message is all it takes."""
-    group = Group(60.0)
-    wire.MESSAGE_BYTES = 1 << 16
-    mine = torch.full((2 * nbytes,), rank, dtype=torch.uint8)
-    others = [other for other in range(size) if other != rank]
-    landing = {other: torch.zeros(2 * nbytes, dtype=torch.uint8) for other in others}
-    # Every other byte, so that nothing goes straight from or to where it lies.
-    strips = {other: wire.Stream([wire.Strip(mine, 0, (nbytes * (other + 1) // size,), (2,))]) for other in others}
-    taken = {other: wire.Strip(landing[other], 0, (nbytes * (rank + 1) // size,), (2,)) for other in others}
-    idle = [0]
-
-    def count() -> Any:
-        for number in range(5):
-            idle[0] = number
-            yield 0
-
-    wire.exchange(group, strips, {other: wire.Stream([strip]) for other, strip in taken.items()}, count())
-    right = all(
-        bool((strip.view == other).all()) and int(landing[other].sum()) == strip.nbytes * other
-        for other, strip in taken.items()
-    )
-    return right, idle[0]
-
-
-def test_all_pairs_at_once(tmp_path: Path) -> None:
-    assert [r.value for r in run_ranks(all_pairs, RANKS, 1 << 20, timeout_secs=90)] == [(True, 4)] * RANKS
-
-
 def unanswered(rank: int, size: int, here: str) -> tuple[str, float]:
     group = Group(1.0)
     group.barrier()
