@@ -49,7 +49,7 @@ _STANDARD = frozenset(("defaults", "param_groups", "state")) | _OF_TORCH
 
 Path = tuple[Hashable, ...]
 """The keys and indices that lead to a value in nested dicts, lists and tuples."""
-_digested = WeakIdKeyDictionary()
+_digested: Any = WeakIdKeyDictionary()
 """Tensors of attributes: address and number of writes, and the digest of the content then."""
 
 
@@ -170,7 +170,7 @@ def settings(optimizer: Any, kind: str) -> dict[str, int]:
             if isinstance(value, Enum):
                 raise _refused(kind, where, _OpaqueError(value))
             digest = _digest(value, _Context(optimizer, is_read=True), kind, where)
-            if is_constant(value):
+            if digest is not None and is_constant(value):
                 found[where] = digest
     return found
 
