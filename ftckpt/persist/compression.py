@@ -9,7 +9,7 @@ and compare it to the checksum from memory. Pure except for the compressor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,23 +30,35 @@ class ElementRun(NamedTuple):
     item_bytes: int
 
 
-def packed(image: SlotImage, objects_used: int, pieces: Iterable[Buffer], lengths: list[int]) -> Iterator[Buffer]:
-    """The bytes of a shard's compressed file: the header, a frame per chunk, and a frame of the objects in use.
+def omits_nothing(number: int, chunk: Buffer) -> bool:
+    """The ``omits`` of ``packed`` for a complete file."""
+    return False
+
+
+def packed(
+    image: SlotImage, objects_used: int, pieces: Iterable[Buffer], lengths: list[int], *,
+    compresses: bool = True, omits: Callable[[int, Buffer], bool] = omits_nothing,
+) -> Iterator[Buffer]:  # fmt: skip
+    """The bytes of a shard's file of frames: the header, a frame per chunk, and a frame of the objects in use.
 
     Args:
         pieces: the bytes of the uncompressed file of image ``image``, in any pieces. All are consumed: their source
             verifies the last of them at the end.
         lengths: receives the lengths of the header and of each frame.
+        compresses: whether frames are compressed.
+        omits: whether a chunk, given its number and bytes, gets an empty frame.
     """
     objects = Span(image.objects.begin, image.objects.begin + objects_used)
     parts = _parts(pieces, [Span(0, len(image.header)), *image.chunks, objects])
     header = next(parts)
     lengths.append(len(header))
     yield header
-    for part, runs in zip(parts, runs_of(image, objects_used), strict=True):
-        frame = compress(part, runs)
+    for number, (part, runs) in enumerate(zip(parts, runs_of(image, objects_used), strict=True)):
+        frame: Buffer = b""
+        if number == len(image.chunks) or not omits(number, part):
+            frame = compress(part, runs) if compresses else part
+            yield frame
         lengths.append(len(frame))
-        yield frame
 
 
 def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
