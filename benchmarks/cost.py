@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,17 +138,19 @@ def load_of(kind: str) -> Iterator[None]:
             process.wait()
 
 
-def run_block(plan: Plan, sizes: Sizes, arena: Path, disk: Path) -> dict[str, Any]:
-    """Starts the ranks once; the figures of the slowest of them, or the error."""
-    row, name = ROWS[plan.row], f"bench-{uuid.uuid4().hex[:8]}"
-    with scratch(arena, disk) as (tmpfs, stored), cleaned(tmpfs, name):
+def run_block(
+    plan: Plan, row: Row, sizes: Sizes, places: Sequence[Path], measure: Callable[..., Any] = cost_jobs.measure
+) -> dict[str, Any]:
+    """Starts the ranks once; the figures of the slowest of them, or the error. ``places``: a tmpfs, a disk."""
+    name = f"bench-{uuid.uuid4().hex[:8]}"
+    with scratch(*places) as (tmpfs, stored), cleaned(tmpfs, name):
         folder = stored if row.is_stored else tmpfs / "saved"
         counts = row.every, sizes.warm_up, sizes.iterations, sizes.mib, sizes.script, sizes.device_secs
         block = Block(plan.job, row.system, row.options, *counts, name, str(tmpfs), str(folder))
-        options: dict[str, Any] = {"timeout_secs": TIMEOUT_SECS, "stand_in": plan.job == "megatron"}
+        options: dict[str, Any] = {"timeout_secs": TIMEOUT_SECS, "stand_in": plan.job in ("megatron", "deepspeed")}
         try:
             with load_of(plan.load):
-                ranks = run_ranks(cost_jobs.measure, RANKS, block, **options)
+                ranks = run_ranks(measure, RANKS, block, **options)
         except RankFailure as error:
             return {"error": str(error)[-2000:]}
     return block_of([rank.value for rank in ranks])
@@ -175,6 +177,7 @@ def block_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "iteration_secs": max(rank["secs"] for rank in ranks) / len(steps),
         "cpu_secs": sum(rank["cpu_secs"] for rank in ranks) / len(steps),
         "memory_bytes": sum(rank["memory_bytes"] for rank in ranks),
+        "network_bytes": max(rank["network_bytes"] for rank in ranks) / len(steps),
         "snapshots": sum(all(taken for *_, taken in step) for step in steps),
         "state_bytes": sum(rank["nbytes"] for rank in ranks),
         "stored_secs": ranks[0]["stored_secs"],
@@ -281,7 +284,7 @@ def main(argv: Sequence[str]) -> int:
     plans = plans_of(jobs, args.loads, args.repeats or repeats, [row for row in rows if row not in reasons])
 
     def measure(plan: Plan) -> dict[str, Any]:
-        return run_block(plan, sizes, args.arena.absolute(), args.disk.absolute())
+        return run_block(plan, ROWS[plan.row], sizes, (args.arena.absolute(), args.disk.absolute()))
 
     measure(plans[0])  # not counted: after a pause of the machine a block is up to 4 % faster
     run.measure(plans, measure, lambda block: f"iteration {block['iteration_secs'] * 1e3:.1f} ms")

@@ -45,16 +45,22 @@ class Block(NamedTuple):
     folder: str
 
 
+def _plain(block: Block) -> TrainingJob:
+    width = 1024 if block.mib >= 24 else 256
+    layers = max(1, (block.mib << 20) // (_BYTES_PER_ELEMENT * width**2))
+    torch.manual_seed(dist.get_rank())
+    return ShardedJob(layers, dist.get_world_size() * width, width, block.device_secs)
+
+
+BUILDERS: dict[str, Callable[[Block], TrainingJob]] = {
+    "plain": _plain,
+    "megatron": lambda block: MegatronJob(block.script, block.device_secs),
+}
+
+
 def build(block: Block) -> TrainingJob:
     """The job of a block, after its first iteration."""
-    job: TrainingJob
-    if block.job == "plain":
-        width = 1024 if block.mib >= 24 else 256
-        layers = max(1, (block.mib << 20) // (_BYTES_PER_ELEMENT * width**2))
-        torch.manual_seed(dist.get_rank())
-        job = ShardedJob(layers, dist.get_world_size() * width, width, block.device_secs)
-    else:
-        job = MegatronJob(block.script, block.device_secs)
+    job = BUILDERS[block.job](block)
     job.name, job.arena = block.name, block.arena
     job.train()
     return job
@@ -68,21 +74,25 @@ class Ftckpt(System):
 
         if "persist_interval" in settings:
             settings |= {"persist": self.folder, "persist_at_end": "off"}
-        self._config = Config(
-            enabled=True, job=self.job.name, node="node", arena=self.job.arena, on_error="raise", **settings
-        )
+        settings = {"node": "node", **settings}
+        self._config = Config(enabled=True, job=self.job.name, arena=self.job.arena, on_error="raise", **settings)
         self.checkpointer = self.job.start(self._config)
         # Hooks on the optimizer call it, and the job does not.
         self.checkpointer.fence = timed(self.job, self.checkpointer.fence)
+        if not self.job.calls_step:
+            self.checkpointer.step = timed(self.job, self.checkpointer.step)
         self._begun_at: dict[int, float] = {}
+        self._begun = self.checkpointer.begun
         self._protected = self._persisted = None
         self.num_protected = 0
 
     def save(self, iteration: int) -> bool:
-        before, self._begun_at[iteration] = self.checkpointer.begun, time.perf_counter()
-        self.checkpointer.step(iteration)
+        self._begun_at[iteration] = time.perf_counter()
+        if self.job.calls_step:
+            self.checkpointer.step(iteration)
         self._note_marks()
-        return bool(self.checkpointer.begun != before)
+        before, self._begun = self._begun, self.checkpointer.begun
+        return bool(self._begun != before)
 
     @property
     def is_ready(self) -> bool:
@@ -120,13 +130,13 @@ SYSTEMS: dict[str, type[System]] = {
 }
 
 
-def timed(job: Any, call: Callable[[], object]) -> Callable[[], None]:
+def timed(job: Any, call: Callable[..., object]) -> Callable[..., None]:
     """``call``, whose time counts as blocked."""
 
-    def wrapped() -> None:
+    def wrapped(*args: Any) -> None:
         begin = time.perf_counter()
         try:
-            call()
+            call(*args)
         finally:
             job.blocked_secs += time.perf_counter() - begin
 
@@ -182,14 +192,15 @@ def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
     training = Training(block)
     training.warm_up()
     dist.barrier()
-    cpu_secs, begin = tree_cpu_secs(os.getpid()), time.perf_counter()
+    network_bytes, cpu_secs, begin = received_bytes(), tree_cpu_secs(os.getpid()), time.perf_counter()
     rows = [training.iterate() for _ in range(block.iterations)]
     secs, cpu_secs = time.perf_counter() - begin, tree_cpu_secs(os.getpid()) - cpu_secs
+    network_bytes = received_bytes() - network_bytes
     dist.barrier()
     memory_bytes = tree_memory_bytes(os.getpid(), block.arena) + (disk_bytes(Path(block.arena)) if rank == 0 else 0)
     dist.barrier()
     found: dict[str, Any] = {"rows": rows, "secs": secs, "cpu_secs": cpu_secs, "memory_bytes": memory_bytes}
-    found |= {"nbytes": training.nbytes, "notes": training.system.notes()}
+    found |= {"nbytes": training.nbytes, "notes": training.system.notes(), "network_bytes": network_bytes}
     found["stored_secs"] = training.system.stored_secs
     training.system.close()
     dist.barrier()
@@ -197,6 +208,12 @@ def measure(rank: int, world_size: int, block: Block) -> dict[str, Any]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return found
+
+
+def received_bytes() -> int:
+    """The bytes that all interfaces of this machine have received, the loopback included."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[0]) for line in lines)
 
 
 def tree_cpu_secs(root: int) -> float:

@@ -202,6 +202,11 @@ EVENTS: dict[str, EventKind] = {
         "protection of a snapshot was given up, or none could be chosen for long", iteration=_ITERATION,
         protected="iteration of the protected snapshot", error="why nothing can be protected",
     ),
+    "step_late": _loud(
+        "a step takes ten times as long as the one before, and a minute; from the first node, once per step",
+        rank="that all others wait for", node="its name", phase="which it is in",
+        behind="iterations behind the furthest rank", secs="since its last step boundary",
+    ),
     # The SMP of a node.
     "smp_error": _loud("an error in the SMP, which continues", error="text", arena="affected"),
     "smp_restarted": _loud("the node's SMP had exited and was restarted", background_secs="duration"),
@@ -270,6 +275,7 @@ ADVICE = {
     "or protect less",
     "not_exported": "ftckpt convert makes it from the snapshot",
     "not_protected": "ftckpt status says which node is behind",
+    "step_late": "ftckpt status shows whether it has moved since; py-spy shows where it is",
     "smp_error": "ftckpt status says whether snapshots are still protected",
     "smp_restarted": "smp.log of the node has the cause; if it just stops, the OOM killer",
     "not_covered": "the previous snapshot stays protected; see the reason",
@@ -288,6 +294,8 @@ WORDS = {
     "turned_off": ": no more snapshots in this attempt: {reason}",
     "snapshot_error": ": a snapshot failed: {error}",
     "protection_slow": ": protection delayed: {reason}",
+    "step_late": ": all ranks wait for rank {rank} on {node}: {behind} iteration(s) behind, no step for "
+    "{secs:.0f} s, in {phase}",
     "protection_waits": ": snapshots are taken, and protected as soon as there is room: {reason}",
 }
 """Log texts of loud events; events without one are logged with their fields as JSON."""

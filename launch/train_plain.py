@@ -224,8 +224,7 @@ def train(job: Job) -> list[dict[str, Any]]:
         history.append(train_step(job))
         if dist.get_rank() == 0:
             write_line(job.args.log, {**history[-1], "time": time.time() - started})
-        if job.checkpointer:
-            job.checkpointer.step(job.progress.iteration)  # ftckpt: 5
+        job.checkpointer.step(job.progress.iteration)  # ftckpt: 5
     return history
 
 
@@ -262,13 +261,11 @@ def main(argv: Sequence[str]) -> None:
     ftckpt.torch.init_process_group(config, "nccl" if torch.cuda.is_available() else "gloo")  # ftckpt: 2
     job = build(args)
     job.checkpointer = ftckpt.torch.attach(job.model, job.optimizer, job.scheduler, job.objects, config)  # ftckpt: 3
-    if job.checkpointer:
-        job.checkpointer.restore()  # ftckpt: 4
+    job.checkpointer.restore()  # ftckpt: 4
     train(job)
     if args.dump_final:
         dump(final_hashes(job), args.dump_final, f"rank{dist.get_rank()}")
-    if job.checkpointer:
-        job.checkpointer.close()  # ftckpt: 6
+    job.checkpointer.close()  # ftckpt: 6
     dist.destroy_process_group()
 
 

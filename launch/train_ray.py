@@ -43,8 +43,7 @@ def train(arguments: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     progress, rank = Progress(), ray.train.get_context().get_world_rank()
     checkpointer = ftckpt.torch.attach(model, optimizer, scheduler, {"progress": progress}, config)  # ftckpt: 2
-    if checkpointer:
-        checkpointer.restore()
+    checkpointer.restore()
     with open(Path(out) / f"losses{rank}.jsonl", "a") as losses:
         while progress.step < NUM_STEPS:
             seed = 2 * progress.step + rank
@@ -56,13 +55,11 @@ def train(arguments: dict[str, Any]) -> None:
             scheduler.step()
             progress.step += 1
             print(json.dumps({"step": progress.step, "loss": loss.item()}), file=losses, flush=True)
-            if checkpointer:
-                checkpointer.step(progress.step)  # ftckpt: 3
+            checkpointer.step(progress.step)  # ftckpt: 3
     tensors = [*model.state_dict().values(), torch.get_rng_state()]
     digest = hashlib.sha256(b"".join(one.cpu().numpy().tobytes() for one in tensors)).hexdigest()
     (Path(out) / f"result{rank}.json").write_text(json.dumps({"step": progress.step, "sha256": digest}))
-    if checkpointer:
-        checkpointer.close()  # ftckpt: 4
+    checkpointer.close()  # ftckpt: 4
 
 
 def main(argv: list[str]) -> None:

@@ -45,9 +45,10 @@ class ProgressLine:
         self._is_terminal = sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
 
-    def __call__(self, nbytes: int = 0) -> None:
-        """Adds ``nbytes``; may be called at any rate."""
+    def __call__(self, nbytes: int = 0, more_bytes: int = 0) -> None:
+        """Adds ``nbytes``, and ``more_bytes`` to the total; may be called at any rate."""
         self._done_bytes += nbytes
+        self._total_bytes += more_bytes
         now = time.monotonic()
         if now - self._shown < (_TERMINAL_SECS if self._is_terminal else _LOG_SECS):
             return

@@ -21,12 +21,11 @@ from ftckpt.memory.memory_limits import used_bytes
 from ftckpt.model import codec
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.restore.decide import Query
-from ftckpt.smp.channel import Trust
-from ftckpt.smp.client import SmpClient
+from ftckpt.smp.client import SmpClient, ask_node
 from ftckpt.smp.footprint import load_description
 from ftckpt.smp.liveness import Liveness
 from ftckpt.smp.reports import rank_report, unpacked
-from ftckpt.smp.requests import ProtectionRequest, Reply, ReportRequest, SmpRequest, request_once
+from ftckpt.smp.requests import ProtectionRequest, ReportRequest
 
 _MOST_AT_ONCE = 32
 """Nodes queried at the same time; a node answers within milliseconds or blocks a thread until its timeout."""
@@ -87,7 +86,8 @@ class JobNodes:
                     return read_protection(arenas, node.node, query.snapshot, shards, query.layout)
             request = ProtectionRequest(query.snapshot, shards, dict(query.layout))
             with suppress(FtckptError):
-                return unpacked(str(self._request(node.node, request).fields.get("protection")))
+                reply = ask_node(self.description, node.node, request, self.timeout_secs)
+                return unpacked(str(reply.fields.get("protection")))
             return NodeProtection()
 
         return _each(query_node, [node for node in self.nodes if node.was_read])
@@ -100,26 +100,12 @@ class JobNodes:
 
     def _other(self, name: str) -> NodeState:
         try:
-            fields = dict(self._request(name, ReportRequest()).fields)
+            fields = dict(ask_node(self.description, name, ReportRequest(), self.timeout_secs).fields)
             inventory = codec.from_json(fields.pop("inventory", None), Inventory)
         except (FtckptError, ValueError) as error:
             return NodeState(name, problem=str(error))
         whole, protected = (int((fields.get(mark) or {}).get("iteration", -1)) for mark in ("whole", "protected"))
         return NodeState(name, True, inventory, tuple(fields.get("trainers", ())), whole, protected, smp=fields)
-
-    def _request(self, node: str, request: SmpRequest) -> Reply:
-        """Sends a request to the SMP of ``node``. Raises FtckptError if it does not answer, or refuses."""
-        settings = self.description.get("settings", {})
-        try:
-            host, port = self.description["peers"][node]
-            trust = Trust(bytes.fromhex(self.description["secret"]), bool(settings.get("encrypt")))
-            reply = request_once((str(host), int(port)), trust, request, self.timeout_secs)
-        except (FtckptError, KeyError, TypeError, ValueError) as error:
-            reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
-            raise SmpError(reason) from None
-        if reply.error:
-            raise reply.refusal()
-        return reply
 
 
 def nodes_here(root: Path, job: str, timeout_secs: float) -> JobNodes:

@@ -195,22 +195,23 @@ def _overview() -> Iterator[str]:
         yield f"\n{group}:"
         yield from (f"  {name:<9}{command.text}" for name, command in shown.items() if command.group == group)
     yield f"\n{_examples(command.examples[0] for command in shown.values())}"
+    yield (
+        "\nJOB is the name of a job that has memory on this machine, or, with a slash, a path of its memory."
+        "\nSTORAGE is a directory or URL, as --ftckpt-persist has it, or one checkpoint in it."
+    )
     yield "\n'ftckpt COMMAND --help' has the options of a command, 'ftckpt --version' the versions found."
 
 
 def _versions() -> Iterator[str]:
     from ftckpt import __version__
-    from ftckpt.frameworks.versions import TESTED
+    from ftckpt.frameworks.versions import TESTED, TRIED
 
     yield f"ftckpt {__version__}"
-    for program in ("torch", *TESTED, "transformers"):
+    for program, releases in {**TRIED, **TESTED}.items():
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(program.lower())
-            verdict = ""
-            if program in TESTED:
-                is_tested = version.partition("+")[0] in TESTED[program]
-                verdict = ": tested" if is_tested else f": not tested; tested are {', '.join(TESTED[program])}"
-            yield f"{program} {version}{verdict}"
+            verdict = "" if version.partition("+")[0] in releases else f"not tested; tested are {', '.join(releases)}"
+            yield f"{program} {version}: {verdict or 'tested'}"
 
 
 if __name__ == "__main__":

@@ -128,11 +128,12 @@ def _wait(client: SmpClient, request: PersistRequest, progress: ProgressLine) ->
     """Sends the request and returns the SMP's final status."""
     # The SMP enforces the timeout; 10 s more are for its final answer.
     deadline = time.monotonic() + request.timeout_secs + 10
-    status = client.persist(request)
+    status, before = client.persist(request), {"bytes": 0, "total_bytes": 0}
     while status["flush"] not in ("done", "cannot"):
         if time.monotonic() >= deadline:
             raise SmpError(f"the SMP of node {client.node} did not finish within --timeout: see 'ftckpt status'")
-        progress()
+        progress(*(status[name] - before[name] for name in before))
+        before = {name: status[name] for name in before}
         time.sleep(_POLL_SECS)
         status = client.persist(replace(request, anew=False))
     return status

@@ -25,6 +25,7 @@ from ftckpt.memory.directory import user_name
 from ftckpt.model.text import aligned, human, listed
 from ftckpt.persist.paths import Place
 from ftckpt.restore.forecast import forecast, unseen_shards
+from ftckpt.smp.stall import STATUS, late_rank
 
 _WARNINGS = 5
 _EVENTS, _EVENT_CHARS = 5, 160
@@ -110,7 +111,7 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     idle SMP stops, null while a rank trains. ``iteration``: the last step boundary that a rank has passed. ``whole``,
     ``protected``: the newest committed and the newest protected snapshot, -1: none. ``protects``: whether protection
     is on. ``restart``: a ``RestartForecast``; ``lost_iterations``, null if training's progress is unknown; ``gone``:
-    the nodes that do not answer, counted as lost.
+    the nodes that do not answer, counted as lost. ``late``: see ``smp.stall.late_rank``.
 
     Raises:
         ArenaError: the job has no memory on this machine.
@@ -122,12 +123,14 @@ def job_status(root: Path, job: str, timeout_secs: float) -> dict[str, Any]:
     if expected.problem and not seen.description and (unseen := unseen_shards(seen.inventory)):
         text = f"no SMP is known here, so shards on other nodes cannot be seen ({listed(unseen)}): ask on each node"
         expected = replace(expected, problem=text)
+    nodes = [_node(node) for node in seen.nodes]
     lost = summary["iteration"] - expected.iteration if summary["iteration"] >= 0 else None
     return {
         "job": job,
         "time": time.time(),
         **summary,
-        "nodes": [_node(node) for node in seen.nodes],
+        "nodes": nodes,
+        "late": late_rank({node["node"]: node["trainers"] for node in nodes}, STATUS),
         "protects": seen.protects,
         "slots": sorted({slot.snapshot.iteration for report in seen.inventory.arenas for slot in report.slots}),
         "interval": seen.description.get("settings", {}).get("interval"),
@@ -152,6 +155,11 @@ def in_lines(status: Mapping[str, Any]) -> Iterator[str]:
         [("NODE", "RANKS", "ITERATION", "WHERE", "SMP", "COMMITTED", "PROTECTED", "MEMORY"), *map(_row, nodes)], 1
     )
     yield ""
+    if (late := status["late"]) is not None:
+        yield alarming(
+            f"all ranks wait for rank {late['rank']} on {late['node']}: {late['behind']} iteration(s) behind, no "
+            f"step for {late['secs']:.0f} s, in {late['phase'] or 'set-up'}"
+        )
     yield from _facts(status)
     warnings = [f"  {node['node']}: {text}" for node in nodes for text in node["warnings"][-_WARNINGS:]]
     if warnings:

@@ -14,25 +14,29 @@ import gc
 import hashlib
 import importlib
 import io
+import json
 import logging
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from ftckpt import config, forks
-from ftckpt.config import node_here
+from ftckpt.config import Config, node_here
 from ftckpt.errors import ConfigError, FtckptError, written
 from ftckpt.memory import end_notes
 from ftckpt.memory.launch_record import LauncherRun, agent_of, launcher_run
 from ftckpt.setting_checks import NAME_RULE, is_name
 
 _RUN_ID = "TORCHELASTIC_RUN_ID"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _DRAWN = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 """The format of ``uuid.uuid4``."""
 # At least one is set in every process that torchrun, mpirun, srun or a hand-written launcher has started.
@@ -183,6 +187,13 @@ def log_once(text: str, *args: object) -> None:
         log.info(f"ftckpt: {text}", *args)
 
 
+def is_off(config: Config) -> bool:
+    """Whether ftckpt is off; then logs that on rank 0: a script whose flag is missing would look protected."""
+    if not config.enabled:
+        log_once("off, so that no snapshots are taken: %s switches it on", written("--ftckpt"))
+    return not config.enabled
+
+
 def code_if_over(job: str | None = None) -> int | None:
     """The exit code that an earlier attempt of this launcher run recorded for all later ones; None: continue.
 
@@ -194,16 +205,12 @@ def code_if_over(job: str | None = None) -> int | None:
     if not outcome.over:
         return None
     run.remove_leftovers()
-    # The failing attempt has printed the text. The last attempt repeats it, where users look first; the first rank
-    # prints it, because torchrun then ends the others.
-    speaks = os.environ.get("GROUP_RANK", "0") == "0" and (outcome.code == 0 or _is_last_attempt(os.environ))
-    if speaks and run.repeat():
+    if outcome.code:
+        _leave_for_table(outcome.text)
+    # The failing attempt has printed the text, and torchrun's table repeats it.
+    if os.environ.get("RANK", "0") == "0" and (outcome.code == 0 or _ERROR_FILE not in os.environ):
         _print(outcome.text)
     return outcome.code
-
-
-def _is_last_attempt(env: Mapping[str, str]) -> bool:
-    return env.get("TORCHELASTIC_RESTART_COUNT") == env.get("TORCHELASTIC_MAX_RESTARTS")
 
 
 def _run_of(job: str | None = None) -> LauncherRun:
@@ -281,18 +288,27 @@ def refuse(error: FtckptError) -> int:
     run = _run_of()
     run.resume()
     # When the first rank of a machine exits, torchrun ends the others, so the first one must print.
-    # Only torchrun numbers attempts.
-    is_last = "TORCHELASTIC_RESTART_COUNT" in env and _is_last_attempt(env)
-    is_first = run.end(_REFUSED if error.final else None, str(error), is_last=is_last)
+    is_first = run.end(_REFUSED if error.final else None, str(error))
     speaks = env.get("GROUP_RANK" if run.name else "RANK", "0") == "0" or not error.of_all_ranks
-    # A script without a runner fails in each attempt; the last one repeats the text, where users look first.
-    if speaks and (is_first or (is_last and run.repeat())):
+    if speaks and is_first:
         _print(str(error))
+    if not is_of_another_rank(error):  # the table begins with the earliest: the cause
+        _leave_for_table(str(error))
     return _REFUSED
 
 
 def _print(text: str) -> None:
     print(f"ftckpt: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+def _leave_for_table(text: str) -> None:
+    """Has torchrun's table of failures, the last lines that users see, show ``text`` for this process."""
+    if path := os.environ.get(_ERROR_FILE):
+        words = f"ftckpt: {' '.join(text.split())}"
+        message = {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):  # replaced: torchrun fails on an incomplete file
+            Path(f"{path}.part").write_text(json.dumps({"message": message}))
+            Path(f"{path}.part").replace(path)
 
 
 _code: int | None = None  # the exit code, once ``leave`` has it

@@ -16,7 +16,21 @@ _TESTED = """
 megatron-core 0.14.0 0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1 0.17.1 0.18.2 0.19.0 0.19.1
 DeepSpeed 0.19.0 0.19.1 0.19.2 0.19.3 0.19.4 0.19.5 0.19.6 0.19.7 0.19.8
 """
-TESTED = {program: releases for program, *releases in map(str.split, _TESTED.strip().splitlines())}
+# Other releases of these need no warning: ftckpt uses what they document, or finds a missing method.
+_TRIED = """
+torch 2.6.0 2.7.1 2.8.0 2.9.1 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1
+transformers 5.24.0
+lightning 2.6.6
+accelerate 1.15.0
+torchtitan 0.3.0
+ray 2.60.0
+"""
+
+
+TESTED, TRIED = (
+    {program: releases for program, *releases in map(str.split, text.strip().splitlines())}
+    for text in (_TESTED, _TRIED)
+)
 
 
 def admit(program: str, version: str, config: Config) -> str:

@@ -15,7 +15,7 @@ the node; the last entry is the SMP's. An entry is 32 native 64-bit words with o
 * 9: SMP: CLOCK_MONOTONIC in ns until which it is throttled after it has protected the target
 * 10: rank: CLOCK_MONOTONIC in ns at which its copy lease ends, 0: it does not copy
 * 11: SMP: forecast duration of the protection of a target in ns
-* 12: rank: CLOCK_MONOTONIC in ns at the start of its iteration
+* 12, 13: rank: CLOCK_MONOTONIC in ns at the start of its iteration, and the duration of the one before in ns
 * 16 to 25: rank: counters, see ``HeartbeatGauge``
 
 There is no lock, which a killed process could keep forever, and no two words need to be consistent. The file has no
@@ -45,7 +45,7 @@ _PAGE_BYTES = (MAX_PLACES + 1) * _ENTRY_WORDS * 8
 _OWNER, _NAMESPACE, _BEAT_NS, _BEATS, _ITERATION, _PHASE, _PHASE_END, _RANK = range(8)
 _CANNOT, _DIGEST, _FLUSHED, _FLUSH_STATE, _REST_NS = range(5, 10)
 _COPIES_UNTIL_NS = 10
-_WAIT_NS, _BEGAN_NS = 11, 12
+_WAIT_NS, _BEGAN_NS, _LAST_NS = 11, 12, 13
 _COUNTS = 16
 _SMP = MAX_PLACES * _ENTRY_WORDS
 _PHASE_BYTES = 16
@@ -92,7 +92,8 @@ class HeartbeatGauge(IntEnum):
 
 @dataclass(frozen=True)
 class RankHeartbeat:
-    """A rank's last heartbeat. ``beat_ns`` is CLOCK_MONOTONIC; ``iteration`` and ``rank`` are -1 if unknown.
+    """A rank's last heartbeat. ``beat_ns`` and ``began_ns``, the start of its iteration, are CLOCK_MONOTONIC;
+    ``last_ns`` is the duration of the iteration before, 0: unknown. ``iteration`` and ``rank`` are -1 if unknown.
 
     ``is_here`` is False for a process in another pid namespace, whose pid is unusable in this one: ``lives`` is then
     None, unless ``ftckpt.smp.liveness`` knows it. ``counts[gauge]`` is the value of a ``HeartbeatGauge``.
@@ -106,6 +107,8 @@ class RankHeartbeat:
     beat_ns: int
     beats: int
     lives: bool | None
+    began_ns: int = 0
+    last_ns: int = 0
     counts: tuple[int, ...] = (0,) * len(HeartbeatGauge)
     is_here: bool = True
 
@@ -164,7 +167,10 @@ class Heartbeat:
         # Plus 1, as for rank numbers: zeros then read as "unknown".
         number = max(0, iteration + 1)
         if number != words[base + _ITERATION]:
-            words[base + _BEGAN_NS] = time.monotonic_ns()
+            now_ns = time.monotonic_ns()
+            if words[base + _ITERATION]:  # else the rank has just loaded its state
+                words[base + _LAST_NS] = now_ns - words[base + _BEGAN_NS]
+            words[base + _BEGAN_NS] = now_ns
             words[base + _ITERATION] = number
         words[base + _PHASE], words[base + _PHASE_END] = code
         words[base + _BEATS] = self._beats
@@ -315,6 +321,8 @@ class Heartbeat:
             beat_ns=entry[_BEAT_NS],
             beats=entry[_BEATS],
             lives=self._lives(base),
+            began_ns=entry[_BEGAN_NS],
+            last_ns=entry[_LAST_NS],
             counts=tuple(entry[_COUNTS : _COUNTS + len(HeartbeatGauge)]),
             is_here=entry[_NAMESPACE] == self._namespace,
         )

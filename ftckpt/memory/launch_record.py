@@ -51,15 +51,14 @@ class RunOutcome:
 
     ``code``: None while the run may continue, otherwise the exit code of every further attempt, for the reason
     ``text``. ``starts``: starts of ``job`` since the last committed snapshot or the last progress beyond earlier
-    attempts. ``repeated``: the last attempt has logged the reason again. ``arena``: the root of snapshots that a
-    rank may have left behind by crashing during their removal. ``attempts``: all starts of ``job``. ``furthest``:
-    the furthest boundary that an attempt is known to have passed, except the current one.
+    attempts. ``arena``: the root of snapshots that a rank may have left behind by crashing during their removal.
+    ``attempts``: all starts of ``job``. ``furthest``: the furthest boundary that an attempt is known to have passed,
+    except the current one.
     """
 
     starts: int = 0
     code: int | None = None
     text: str = ""
-    repeated: bool = False
     arena: str = ""
     job: str = ""
     attempts: int = 0
@@ -145,11 +144,11 @@ class LauncherRun:
         """Reset the count of starts: this attempt has a committed snapshot."""
         self._change(lambda now: replace(now, starts=0))
 
-    def end(self, code: int | None, text: str, arena: str = "", job: str = "", *, is_last: bool = False) -> bool:
+    def end(self, code: int | None, text: str, arena: str = "", job: str = "") -> bool:
         """Store the end of this attempt, and with a ``code`` of every further one.
 
         Returns whether the reason is new and the run was not over: then the caller logs it. Without a record this is
-        always true. ``is_last``: this is the last attempt, after which the reason need not be repeated.
+        always true.
         """
         is_first, self._heard._is_done = True, code == 0
         job = job or self.job
@@ -160,8 +159,7 @@ class LauncherRun:
             is_first = not now.over and now.text != text
             if now.over:
                 return now
-            repeated = now.repeated or (is_first and is_last)
-            return replace(now, code=code, text=text, repeated=repeated, arena=arena, job=job or now.job)
+            return replace(now, code=code, text=text, arena=arena, job=job or now.job)
 
         self._change(change)
         return is_first
@@ -171,18 +169,6 @@ class LauncherRun:
         if self._is_done:
             self._is_done = False
             self._change(lambda now: replace(now, code=now.code or None))
-
-    def repeat(self) -> bool:
-        """Mark the reason as repeated; returns whether this process is the first, which logs it again."""
-        is_first = True
-
-        def change(now: RunOutcome) -> RunOutcome:
-            nonlocal is_first
-            is_first = not now.repeated
-            return replace(now, repeated=True)
-
-        self._change(change)
-        return is_first
 
     def remove_leftovers(self) -> None:
         """Remove the snapshots of a completed job: a rank may have crashed before it removed them."""

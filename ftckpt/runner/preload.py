@@ -68,7 +68,7 @@ class ForkServer:
         self.report: dict[str, Any] | None = None
         self.workers: dict[int, ForkedProcess] = {}
         """Running workers by process id."""
-        self._answers: list[dict[str, Any]] = []
+        self._answers: list[ForkedProcess | RefusedError] = []
         self._options = _options(env)
         ours, theirs = socket.socketpair()
         self.channel = ServerChannel(ours)
@@ -86,8 +86,11 @@ class ForkServer:
                 self.workers.pop(message["ended"]).returncode = message["code"]
             elif "modules" in message:
                 self.report = message
-            else:
-                self._answers.append(message)
+            elif "refused" in message:
+                self._answers.append(RefusedError(message["refused"]))
+            else:  # noted here: the message that this worker has ended may be the next one
+                worker = self.workers[message["pid"]] = ForkedProcess(self, message["pid"])
+                self._answers.append(worker)
         while self.channel.is_closed and self.workers:  # the kernel also kills them
             _, worker = self.workers.popitem()
             worker.close(signal.SIGKILL)
@@ -104,10 +107,9 @@ class ForkServer:
                 raise RefusedError("the server has ended" if self.channel.is_closed else "the server is unresponsive")
             self.receive(end - time.monotonic())
         answer = self._answers.pop()
-        if "refused" in answer:
-            raise RefusedError(answer["refused"])
-        worker = self.workers[answer["pid"]] = ForkedProcess(self, answer["pid"])
-        return worker
+        if isinstance(answer, RefusedError):
+            raise answer
+        return answer
 
     def close(self) -> None:
         """Ends the server and all its workers."""

@@ -248,6 +248,7 @@ class Checkpointer:
         last, self._boundary = self._boundary, iteration
         self._open_job.step(iteration)
         if not self._closed:
+            self.rank.protection.beat(iteration, "step")  # the others may wait for each other in this call
             snapshots.execute(self.rank.state.check_order(last, iteration))
         try:
             if self.off or self._closed:

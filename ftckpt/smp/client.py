@@ -22,6 +22,7 @@ from ftckpt.smp.requests import (
     ConfigureRequest,
     EndRequest,
     PersistRequest,
+    Reply,
     SmpRequest,
     StatusRequest,
     request_once,
@@ -99,6 +100,21 @@ class SmpClient:
         if reply.error:
             raise reply.refusal(f"the SMP of node {self.node} refused {request.WORD}: ")
         return dict(reply.fields)
+
+
+def ask_node(description: Mapping[str, Any], node: str, request: SmpRequest, timeout_secs: float) -> Reply:
+    """Ask the SMP of ``node`` by the job's ``description``. Raises FtckptError if it does not answer, or refuses."""
+    settings = description.get("settings", {})
+    try:
+        host, port = description["peers"][node]
+        trust = Trust(bytes.fromhex(description["secret"]), bool(settings.get("encrypt")))
+        reply = request_once((str(host), int(port)), trust, request, timeout_secs)
+    except (FtckptError, KeyError, TypeError, ValueError) as error:
+        reason = "no address of its SMP is known" if isinstance(error, KeyError) else str(error)
+        raise SmpError(reason) from None
+    if reply.error:
+        raise reply.refusal()
+    return reply
 
 
 def _wait_gone(node_dir: Path, process: Process | None, deadline: float) -> None:

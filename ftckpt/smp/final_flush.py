@@ -83,6 +83,8 @@ class FinalFlush:
             "iteration": self._snapshot.iteration if self._snapshot is not None else -1,
             "where": self.orders.exports.root if self.orders.exports is not None else self.orders.where,
             "storage": self.orders.where,
+            "bytes": sum(self._flush.read_bytes.copy().values()) if self._flush is not None else 0,
+            "total_bytes": self._flush.total_bytes if self._flush is not None else 0,
             "reason": self._reason,
         }
 

@@ -137,6 +137,9 @@ class Flush:
         self._history = history or IncrementHistory()
         self.halted = False
         """Whether it was stopped."""
+        self.read_bytes: dict[str, int] = {}
+        """Bytes read so far, by shard: two are read at a time, and one may be read again."""
+        self.total_bytes = 0
         self._over = threading.Event()
         """Set when it was stopped, or one of its files has failed."""
         export_by = time.monotonic() + _EXPORTED_BY * orders.timeout_secs
@@ -218,6 +221,7 @@ class Flush:
         if marks and not self._patiently(lambda: pending.lacks(*marks)):
             return marks[0].lineage, {}
         started_secs, (lineage, slots) = time.monotonic(), self._checked()
+        self.total_bytes = sum(ShardImage.of(slot.arena.mapped.image).image.file_bytes for slot in slots)
         try:
             written = self._put_all(storage, pending, lineage, slots)
         except BaseException:
@@ -283,7 +287,7 @@ class Flush:
         if base is not None and not base.serves(entry, shard.image, storage):
             base = None
         try:
-            pieces = self._paced(contents(shard, image, arena.mapped.slot(slot.slot), entry, digests))
+            pieces = self._paced(arena.shard, contents(shard, image, arena.mapped.slot(slot.slot), entry, digests))
             suffix, pieces = self._framed(shard, entry, pieces, lengths, base)
             file = pending.write(f"{arena.shard}{suffix}", pieces)
         except (CorruptError, *_LOST) as error:
@@ -315,7 +319,8 @@ class Flush:
         framed = packed(shard.image, entry.objects_used, pieces, lengths, compresses=compresses, omits=omits)
         return ".zst" if compresses else INCREMENT_SUFFIX, framed
 
-    def _paced(self, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+    def _paced(self, shard: str, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
+        self.read_bytes[shard] = 0
         for piece in pieces:
             # Storage shares the network with other nodes' transfers.
             for wait_secs in chain(self._pace.memory(len(piece)), self._pace.receive()):
@@ -323,6 +328,7 @@ class Flush:
             if self._over.is_set():
                 raise _Cancellation
             yield piece
+            self.read_bytes[shard] += len(piece)
 
     def _settle(self, storage: Storage, pending: CheckpointTransaction) -> None:
         """Wait until the snapshot is committed, by one node after all are done."""

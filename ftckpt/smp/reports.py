@@ -40,15 +40,18 @@ def unpacked(text: str) -> NodeProtection:
 
 
 def rank_report(pulse: RankHeartbeat) -> dict[str, Any]:
-    """The state of a rank: ``iteration`` of its last step boundary, ``secs`` since its last heartbeat, and ``counts``
-    by ``HeartbeatGauge``."""
+    """The state of a rank: ``iteration`` of its last step boundary, ``step_secs`` since then, ``secs`` since its last
+    heartbeat, ``iteration_secs`` of the iteration before (null: unknown), and ``counts`` by ``HeartbeatGauge``."""
+    now_ns = time.monotonic_ns()
     return {
         "rank": pulse.rank if pulse.rank >= 0 else None,
         "place": pulse.place,
         "pid": pid_of(pulse.owner),
         "iteration": pulse.iteration,
         "phase": pulse.phase,
-        "secs": round(max(0, time.monotonic_ns() - pulse.beat_ns) / 1e9, 3),
+        "secs": round(max(0, now_ns - pulse.beat_ns) / 1e9, 3),
+        "step_secs": round(max(0, now_ns - pulse.began_ns) / 1e9, 3) if pulse.began_ns else None,
+        "iteration_secs": pulse.last_ns / 1e9 if pulse.last_ns else None,
         "lives": pulse.lives,
         "counts": {count.label: pulse.counts[count] for count in HeartbeatGauge},
     }

@@ -19,6 +19,7 @@ from ftckpt.memory.locks import holder_of
 from ftckpt.memory.page import pid_of
 from ftckpt.smp import MAX_SILENT_SECS
 from ftckpt.smp.client import START_SECS, SmpClient, find_or_start
+from ftckpt.smp.stall import StallWatch
 
 _MOST_WARNINGS = 16
 """Maximum warnings reported at a time."""
@@ -28,15 +29,15 @@ _LOUD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (?:WARNING|ERROR|CRITI
 
 
 class Watch:
-    """A thread that replaces the node's SMP within about a second of its death, and reports its warnings. Only one
-    rank of a node runs it.
+    """A thread that replaces the node's SMP within about a second of its death, and reports its warnings and late
+    steps. Only one rank of a node runs it.
 
     A hung SMP is ended first: it protects nothing and would keep its lock. If it was only slow nothing is lost, as an
     SMP may be killed at any time. The new SMP takes over the stored configuration. Call ``stop`` before
     ``SmpClient.end``.
 
     Args:
-        report: called with an event's name and fields: ``smp_restarted``, ``smp_error``.
+        report: called with an event's name and fields: ``smp_restarted``, ``smp_error``, ``step_late``.
         tell: called with each warning of the SMP, one line.
         silent_secs: heartbeat age from which it counts as hung.
     """
@@ -50,7 +51,7 @@ class Watch:
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._client, self._report, self._every_secs, self._tell = client, report, every_secs, tell
-        self._log = LogTail(client.node_dir)
+        self._log, self._stalls = LogTail(client.node_dir), StallWatch(client.node_dir)
         self._pulse = Heartbeat.open(client.node_dir, None)
         self._most_silent = math.ceil(silent_secs / every_secs)
         self._seen, self._silent = (0, 0), 0  # the last heartbeat, and the number of polls since
@@ -72,6 +73,8 @@ class Watch:
                 if not client.node_dir.is_dir():  # the job was cleaned up
                     continue
                 self._tell_warnings()
+                if late := self._stalls.look():
+                    self._report("step_late", **late)
                 holder = holder_of(client.node_dir / SMP_LOCK_NAME)
                 if holder is not None and not self._stands_still(holder):
                     continue

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.forks import off_in_children
 from ftckpt.frameworks import entry
-from ftckpt.frameworks.launcher import follow_uncaught, leave_if_over
+from ftckpt.frameworks.launcher import follow_uncaught, is_off, leave_if_over
+from ftckpt.torch.disabled import DisabledCheckpointer
 
 if TYPE_CHECKING:
     import torch
@@ -64,13 +65,13 @@ def attach(
     scheduler: Stateful | None = None,
     objects: Mapping[str, Stateful] | None = None,
     config: Config | None = None,
-) -> Checkpointer | None:
+) -> Checkpointer:
     """Creates a checkpointer for this rank's training state, fenced before each step of the optimizer.
 
     Collective. Call it after all arguments are built and any checkpoint on storage is loaded. Then call
     ``restore`` once, directly before training; ``step`` at the end of each iteration, after optimizer, scheduler
-    and counters have advanced and before the next batch is drawn; and ``close`` after the last. Returns None if
-    ftckpt is off.
+    and counters have advanced and before the next batch is drawn; and ``close`` after the last. If ftckpt is off,
+    this says so in the log, and the result has the same methods, does nothing, and is false in a condition.
 
     Only the optimizer's step may write parameters. Other code that writes them during training (averaged weights
     swapped in for an evaluation) must call the checkpointer's ``fence`` first.
@@ -92,8 +93,8 @@ def attach(
         raise ConfigError("attach: the configuration stands in the place of objects; name it: config=")
     if config is None:
         log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
-    if config is None or not config.enabled:
-        return None
+    if config is None or is_off(config):
+        return cast("Checkpointer", DisabledCheckpointer())  # scripts need not tell them apart
     _check(config, model, optimizer := _inner(optimizer), objects)
     from ftckpt.torch import hooks
 

@@ -20,12 +20,13 @@ import ftckpt.torch
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError, UnsupportedError
 from ftckpt.frameworks.entry import Patches
+from ftckpt.frameworks.launcher import is_off
 
 
 def attach(trainer: Any, config: Config | None) -> None:
     """Has ``trainer.train`` restore the newest snapshot, and take snapshots where its checkpoint manager saves.
 
-    Call it once, before ``train``, on all ranks. Does nothing if ftckpt is off.
+    Call it once, before ``train``, on all ranks. If ftckpt is off, only logs that.
 
     Raises:
         UnsupportedError: pipeline parallelism, or parameter groups of several optimizers.
@@ -33,7 +34,7 @@ def attach(trainer: Any, config: Config | None) -> None:
     """
     if config is None:
         raise ConfigError("attach: config= is missing, such as that of Config.from_flags()")
-    if not config.enabled:
+    if is_off(config):
         return
     if len(trainer.model_parts) != 1:
         raise UnsupportedError("parallelism.pipeline_parallel_degree: ftckpt does not restore pipelines; set it to 1")

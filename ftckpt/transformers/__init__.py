@@ -18,12 +18,13 @@ from typing import Any
 
 from ftckpt.config import Config
 from ftckpt.errors import ConfigError
+from ftckpt.frameworks.launcher import is_off
 
 
 def attach(trainer: Any, config: Config | None) -> None:
     """Has ``trainer.train`` restore the newest snapshot, and take snapshots after its steps.
 
-    Call it once, before ``train``, on all ranks. Does nothing if ftckpt is off.
+    Call it once, before ``train``, on all ranks. If ftckpt is off, only logs that.
 
     Raises:
         UnsupportedError: DeepSpeed, or a release of transformers whose training loop is another one.
@@ -31,7 +32,7 @@ def attach(trainer: Any, config: Config | None) -> None:
     """
     if config is None:
         raise ConfigError("attach: config= is missing, such as that of Config.from_flags()")
-    if config.enabled:
+    if not is_off(config):
         from ftckpt.transformers.callback import FtckptCallback
 
         FtckptCallback.add_to(trainer, config)

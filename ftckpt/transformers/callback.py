@@ -116,7 +116,6 @@ class FtckptCallback(TrainerCallback):  # type: ignore[misc]
         self._checkpointer = ftckpt.torch.attach(
             trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, objects, self._config
         )
-        assert self._checkpointer is not None, "it is on"
         if self._checkpointer.restore(newer_than=loaded or -1):
             self._restored_step = trainer.state.global_step
             self._generators = save_generators()

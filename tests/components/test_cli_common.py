@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from ftckpt.cli import answers
 from ftckpt.cli import main as cli
 from ftckpt.cli.answers import Answer, ProgressLine, alarming
 from ftckpt.cli.main import COMMANDS, main
-from ftckpt.frameworks.versions import TESTED
+from ftckpt.frameworks.versions import TESTED, TRIED
 from tests.support.repository import ROOT, is_golden
 
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() for example in command.examples]
@@ -71,8 +72,18 @@ def test_versions_are_those_found_and_whether_they_were_tested(
     monkeypatch.setattr(cli.metadata, "version", version)
     assert main(["--version"]) == 0
     first, torch, megatron, deepspeed = capsys.readouterr().out.splitlines()
-    assert first.startswith("ftckpt ") and torch == "torch 2.13.0"
+    assert first.startswith("ftckpt ") and torch == "torch 2.13.0: tested"
     assert megatron.endswith(": tested") and "not tested" in deepspeed and TESTED["DeepSpeed"][0] in deepspeed
+
+
+def test_the_pages_name_the_same_releases() -> None:
+    launch, trainers = (ROOT / "launch/README.md").read_text(), (ROOT / "ftckpt/integrations.md").read_text()
+    table = launch.partition("<!-- environments -->")[2].partition("<!-- end of")[0]
+    torch = {release for row in table.splitlines()[3:] for release in row.split("|")[2].strip().split(", ")}
+    assert torch == set(TRIED["torch"])
+    rows = [[cell.strip() for cell in row.split("|")] for row in trainers.splitlines() if row.startswith("| ")]
+    releases = {re.sub(r"\[(.*)\].*", r"\1", row[1]).split()[0].lower(): [row[3]] for row in rows[1:]}
+    assert releases == {name: of for name, of in TRIED.items() if name != "torch"}
 
 
 SLOW = """

@@ -226,7 +226,10 @@ def test_of_two_who_ask_for_one_save_both_have_it(job: Job, tmp_path: Path) -> N
     with raises(SmpError, job.where):
         asked(job, 0, replace(first, where=str(tmp_path / "other")))
     asked(job, 1, first)
-    assert saved(job, 0, replace(first, anew=False))["flush"] == "done"
+    ended = [saved(job, smp, replace(first, anew=False)) for smp in (0, 1)]
+    assert [status["flush"] for status in ended] == ["done", "done"]
+    files = sum(path.stat().st_size for path in Path(job.where).rglob("*.safetensors"))
+    assert [sum(status[name] for status in ended) for name in ("bytes", "total_bytes")] == [files, files], "progress"
 
 
 def test_a_node_that_has_no_more_than_storage_keeps_nobody_waiting(job: Job) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ftckpt.errors import ConfigError, FtckptError, LostError
 from ftckpt.frameworks import launcher
@@ -168,24 +169,28 @@ def test_an_error_is_said_once(
     assert launcher.code_if_over() == (2 if error.final and "FTCKPT_RUN" in env else None)
 
 
-def test_a_later_attempt_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_later_attempt_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun its table repeats the reason, otherwise a line on stderr."""
     monkeypatch.setenv("FTCKPT_RUN", "a")
     monkeypatch.setattr(worker, "_run", lambda *given: pytest.fail("it runs"))
     launcher_run(os.environ).end(2, "no such layout")
     launched()
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "20")
-    for count, text in (("1", ""), ("20", "ftckpt: no such layout\n")):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        assert worker.main(["script"]) == 2
-        assert capfd.readouterr().err == text
-    launched().begin("j")
-    launcher_run(os.environ).end(0, "finished at iteration 7")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path := str(tmp_path / "error.json"))
+    assert worker.main(["script"]) == 2 and not capfd.readouterr().err
+    table = str(ChildFailedError("train.py", {0: ProcessFailure(0, os.getpid(), 2, path)}))
+    assert "traceback : ftckpt: no such layout\n" in table
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     launched()
-    assert worker.main(["script"]) == 0
-    assert not lacks(capfd.readouterr().err, "ftckpt", "finished at iteration 7")
-    with pytest.raises(SystemExit) as ended:
-        launcher.leave_if_over()
-    assert ended.value.code == 0
+    assert worker.main(["script"]) == 2
+    assert capfd.readouterr().err == "ftckpt: no such layout\n"
+
+
+def test_torchrun_shows_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path := str(tmp_path / "error.json"))
+    launcher.refuse(LostError("two\nlines"))
+    assert "traceback : ftckpt: two lines\n" in str(ChildFailedError("x", {3: ProcessFailure(3, 7, 2, path)}))
 
 
 def test_an_error_that_no_script_catches_is_known_to_the_next_attempt(

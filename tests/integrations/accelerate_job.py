@@ -54,8 +54,7 @@ def main(argv: Sequence[str]) -> None:
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     progress = Progress()
     checkpointer = ftckpt.torch.attach(model, optimizer, scheduler, {"progress": progress}, config)
-    if checkpointer:
-        checkpointer.restore()
+    checkpointer.restore()
     while progress.epoch < NUM_EPOCHS:
         loader.set_epoch(progress.epoch)
         for batch in skip_first_batches(loader, progress.batch):
@@ -72,11 +71,9 @@ def main(argv: Sequence[str]) -> None:
                 progress.step += 1
                 if progress.batch == len(loader):
                     progress.epoch, progress.batch = progress.epoch + 1, 0
-                if checkpointer:
-                    checkpointer.step(progress.step)
+                checkpointer.step(progress.step)
     write_result(accelerator, model, progress, Path(folder))
-    if checkpointer:
-        checkpointer.close()
+    checkpointer.close()
     dist.destroy_process_group()
 
 

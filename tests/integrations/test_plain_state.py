@@ -25,6 +25,7 @@ from ftckpt.errors import CaptureError, ConfigError
 from ftckpt.frameworks import entry
 from ftckpt.frameworks.entry import Patches
 from ftckpt.memory.launch_record import launcher_run
+from ftckpt.session.checkpointer import Checkpointer
 from ftckpt.torch.geometry import local, place_rank
 from ftckpt.torch.hooks import follow
 from ftckpt.torch.state import PlainState
@@ -289,7 +290,12 @@ def test_the_first_forward_moves_no_shard() -> None:
 def without_process_group(rank: int, world_size: int) -> str:
     model = Odd()
     optimizer = torch.optim.Adam(model.parameters())
-    assert ftckpt.torch.attach(model, optimizer) is None, "off by default"
+    for off in (ftckpt.torch.attach(model, optimizer), ftckpt.torch.attach(model, optimizer, config=Config())):
+        assert not off and off.off and off.restore(newer_than=3) is None and off.numbers() == {}
+        off.step(1)
+        off.close(remove=True)
+        public = {name for name in vars(Checkpointer) if not name.startswith("_")}
+        assert public - {"arena", "capture", "node_dir"} <= set(dir(off))
     return message_of(lambda: ftckpt.torch.attach(model, optimizer, config=Config(enabled=True)), ConfigError)
 
 

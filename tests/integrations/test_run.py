@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -483,5 +484,25 @@ def test_a_worker_with_another_interpreter_is_not_forked(tmp_path: Path) -> None
         with pytest.raises(RefusedError, match="PYTHONPATH"):
             server.fork({**order, "env": {}})
         assert server.fork({**order, "env": {**env, "OTHER": "1"}}).pid
+    finally:
+        server.close()
+
+
+def test_a_worker_may_end_before_the_agent_has_read_its_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    order = {"directory": str(tmp_path), "words": ["missing.py"], "stdout": "", "stderr": "", "records": False}
+    server = ForkServer(env | {"PYTHONPATH": os.pathsep.join(sys.path)}, {**order, "extra": [], "left_out": []})
+    try:
+        until(lambda: server.receive() or server.report, str(server.channel.is_closed))
+        receive, end = server.channel.receive, socket.socket(fileno=os.dup(server.channel.fileno()))
+
+        def receive_both(timeout_secs: float | None = 0.0) -> list[dict[str, Any]]:
+            until(lambda: b"ended" in end.recv(4096, socket.MSG_PEEK))
+            return receive(timeout_secs)
+
+        with end, monkeypatch.context() as patch:
+            patch.setattr(server.channel, "receive", receive_both)
+            worker = server.fork({**order, "env": {**env, "PYTHONPATH": os.pathsep.join(sys.path)}})
+        assert worker.poll() == 2
     finally:
         server.close()

@@ -73,6 +73,15 @@ def test_nothing_is_lost_where_all_is_there(job: Job, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
 
 
+def test_the_rank_that_all_wait_for_is_named(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for node, rank, iteration in (("a", 0, 8), ("b", 2, 8), ("c", 4, 6)):
+        Heartbeat.open(job.node_dir(node), 0, rank).beat(iteration, "forward")
+    assert main(["status", JOB, "--json", "--arena", str(job.root)]) == 0
+    late = json.loads(capsys.readouterr().out)["late"]
+    assert (late["rank"], late["node"], late["behind"], late["phase"]) == (4, "c", 2, "forward")
+    assert any("wait for rank 4 on c: 2 iteration(s)" in line for line in in_lines(status(job.root)))
+
+
 def test_what_a_lost_node_held_is_rebuilt(job: Job) -> None:
     shutil.rmtree(job.node_dir("c"))
     restart = status(job.root)["restart"]

@@ -84,7 +84,7 @@ FORGETTING = """
 for _ in range(60):
     optimizer.step()
 checkpointer.close()
-assert ftckpt.torch.attach(model, optimizer) is None
+assert not ftckpt.torch.attach(model, optimizer)
 try:
     ftckpt.torch.attach(model, optimizer, None, config)
 except ftckpt.errors.ConfigError as error:

@@ -69,17 +69,15 @@ def train_a_model(rank: int, world_size: int, settings: dict[str, Any] | None, u
     model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     config = Config(enabled=True, node="n", **settings) if settings else None
     checkpointer = ftckpt.torch.attach(model, optimizer, None, {"data": data}, config)
-    start = (checkpointer.restore() if checkpointer is not None else 0) or 0
+    start = checkpointer.restore() or 0
     for iteration in range(start + 1, until + 1):
         optimizer.zero_grad()
         model(data.draw()).square().sum().backward()
         optimizer.step()
-        if checkpointer is not None:
-            checkpointer.step(iteration)
+        checkpointer.step(iteration)
     bits = [[value.tolist() for value in model.state_dict().values()], torch.rand(1).item()]
     model(data.draw())
-    if checkpointer is not None:
-        checkpointer.close()
+    checkpointer.close()
     return start, bits
 
 

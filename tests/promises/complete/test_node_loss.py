@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import ftckpt.torch
 from ftckpt.memory.directory import SMP_STATE_NAME
 from tests.support.launching import ITERATIONS, Nodes
 from tests.support.pool import run_ranks
@@ -42,6 +43,7 @@ def undisturbed(
 
     more = ["--iterations", str(iterations), "--log-file", os.devnull]
     job = train_plain.build(train_plain.parse_args([*arguments, *more]))
+    job.checkpointer = ftckpt.torch.attach(job.model, job.optimizer)
     losses = [metrics["loss"].hex() for metrics in train_plain.train(job)]
     return losses, train_plain.final_hashes(job)
 
