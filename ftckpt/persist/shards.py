@@ -149,7 +149,7 @@ class StoredShard:
         found = image.manifest.digest.hex(), len(image.chunks)
         if found != (self.digest, len(self.chunk_hashes)) or self.objects_used > image.objects.nbytes:
             return False
-        files = [self] if self.base is None else [self, self.base]
+        files: list[StoredShard | BaseFile] = [self] if self.base is None else [self, self.base]
         return all(
             one.nbytes == image.file_bytes if one.frames is None else int(one.frames[0]) == len(image.header)
             for one in files

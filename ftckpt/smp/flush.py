@@ -301,8 +301,8 @@ class Flush:
         if base is not None:
             pending.refer(base.file)
         stored = replace(
-            entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, base=base and base.file,
-            frames=np.array(lengths, np.uint64) if lengths else None,
+            entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum,
+            base=None if base is None else base.file, frames=np.array(lengths, np.uint64) if lengths else None,
             spare_bytes=0 if lengths else file.nbytes - shard.image.objects.begin - entry.objects_used,
         )  # fmt: skip
         return stored, base or CompleteFile.of(pending.folder, stored, digests)
