@@ -24,10 +24,13 @@ _LEVEL = 1
 
 
 class ElementRun(NamedTuple):
-    """``nbytes`` of consecutive elements of ``item_bytes`` each."""
+    """``nbytes`` of consecutive elements of ``item_bytes`` each; ``dtype`` and ``role`` of complete elements of a
+    tensor."""
 
     nbytes: int
     item_bytes: int
+    dtype: str = ""
+    role: str = ""
 
 
 def omits_nothing(number: int, chunk: Buffer) -> bool:
@@ -79,7 +82,7 @@ def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
 def runs_of(image: SlotImage, objects_used: int) -> list[list[ElementRun]]:
     """The element runs of each chunk of a slot, in order, and last of the objects in use; gaps count as bytes."""
     spans = [
-        (offset, offset + fragment.nbytes, DTYPE_BYTES[fragment.dtype])
+        (offset, offset + fragment.nbytes, fragment.dtype, fragment.key.partition("/")[0])
         for fragment, offset in zip(image.manifest.fragments, image.offsets, strict=True)
     ]
     found, first = [], 0
@@ -90,16 +93,19 @@ def runs_of(image: SlotImage, objects_used: int) -> list[list[ElementRun]]:
     return [*found, [ElementRun(objects_used, 1)]]
 
 
-def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterator[ElementRun]:
-    for low, high, item_bytes in spans:
+def _runs(spans: Sequence[tuple[int, int, str, str]], begin: int, end: int) -> Iterator[ElementRun]:
+    for low, high, dtype, role in spans:
         if low >= end:
             break
         if low > begin:
             yield ElementRun(low - begin, 1)
             begin = low
-        nbytes = min(high, end) - begin
+        nbytes, item_bytes = min(high, end) - begin, DTYPE_BYTES[dtype]
         # A chunk of an unusual size may end within an element.
-        yield ElementRun(nbytes, 1 if nbytes % item_bytes else item_bytes)
+        if nbytes % item_bytes:
+            yield ElementRun(nbytes, 1)
+        else:
+            yield ElementRun(nbytes, item_bytes, dtype, role)
         begin += nbytes
     if begin < end:
         yield ElementRun(end - begin, 1)
@@ -107,11 +113,45 @@ def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterat
 
 def compress(data: Buffer, runs: Sequence[ElementRun]) -> bytes:
     """A zstd frame of a chunk; the frame records the chunk's length."""
+    return zipped(group(data, runs))
+
+
+def group(data: Buffer, runs: Sequence[ElementRun]) -> Buffer:
+    """The bytes of ``data``, grouped by significance."""
     grouped = np.empty(len(data), np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(data, np.uint8), grouped, runs):
         into.reshape(item_bytes, -1)[...] = piece.reshape(-1, item_bytes).T
-    frame: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(grouped.data)
+    return grouped.data
+
+
+def ungroup(grouped: Buffer, runs: Sequence[ElementRun]) -> memoryview:
+    """Inverse of ``group``."""
+    data = np.empty(len(grouped), np.uint8)
+    for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
+        # Not in one assignment, in which numpy's inner loop would run over the few bytes of an element.
+        for number, alike in enumerate(piece.reshape(item_bytes, -1)):
+            into[number::item_bytes] = alike
+    return data.data.toreadonly()
+
+
+def zipped(data: Buffer) -> bytes:
+    """A zstd frame that records the length of ``data``."""
+    frame: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(data)
     return frame
+
+
+def unzipped(frame: Buffer, max_nbytes: int) -> bytes:
+    """Inverse of ``zipped``; raises CorruptError, also for more than ``max_nbytes``."""
+    zstandard = _zstandard()
+    try:
+        # Checked before memory is allocated: a damaged frame may claim any length.
+        found = zstandard.frame_content_size(frame)
+        if not 0 <= found <= max_nbytes:
+            raise CorruptError(f"cannot be unpacked: claims {found} bytes, at most {max_nbytes} are possible")
+        data: bytes = zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"cannot be unpacked: {error}") from None
+    return data
 
 
 def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
@@ -120,21 +160,11 @@ def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
     Raises:
         CorruptError: not a frame of a chunk with these runs.
     """
-    nbytes, zstandard = sum(run.nbytes for run in runs), _zstandard()
-    try:
-        # Checked before memory is allocated: a damaged frame may claim any length.
-        found = zstandard.frame_content_size(frame)
-        if found != nbytes:
-            raise CorruptError(f"cannot be unpacked: claims {found} bytes, not {nbytes}")
-        grouped = zstandard.ZstdDecompressor().decompress(frame)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"cannot be unpacked: {error}") from None
-    data = np.empty(nbytes, np.uint8)
-    for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
-        # Not in one assignment, in which numpy's inner loop would run over the few bytes of an element.
-        for number, alike in enumerate(piece.reshape(item_bytes, -1)):
-            into[number::item_bytes] = alike
-    return data.data.toreadonly()
+    nbytes = sum(run.nbytes for run in runs)
+    grouped = unzipped(frame, nbytes)
+    if len(grouped) != nbytes:
+        raise CorruptError(f"cannot be unpacked: has {len(grouped)} bytes, not {nbytes}")
+    return ungroup(grouped, runs)
 
 
 def _zstandard() -> Any:
