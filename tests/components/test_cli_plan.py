@@ -15,7 +15,7 @@ from ftckpt.cli.main import main
 from ftckpt.cli.plan_holdings import build
 from ftckpt.cli.plan_job import JobShape, StatePartition
 from ftckpt.parity.groups import slot_groups
-from ftckpt.parity.modes import Modes, lessened
+from ftckpt.parity.modes import Modes
 from tests.support.errors import lacks
 from tests.support.repository import is_golden
 
@@ -67,13 +67,6 @@ def test_the_plan_of_a_large_job(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_auto_is_what_a_start_would_choose(capsys: pytest.CaptureFixture[str], arguments: str, expected: str) -> None:
     assert planned(capsys, f"{SIZE} {arguments}")["protect"] == expected
-
-
-def test_only_parity_that_peers_stand_in_for_is_given_up() -> None:
-    fewer = lessened(Modes(node=True, replica="copy", peer=True))
-    assert fewer is not None and fewer.names == ("copy", "peer")
-    for stays in (fewer, Modes(peer=True), Modes(node=True), Modes(node=True, replica="replica"), Modes()):
-        assert lessened(stays) is None
 
 
 def test_racks_are_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:

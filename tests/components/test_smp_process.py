@@ -7,7 +7,6 @@ import base64
 import os
 import signal
 import subprocess
-import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +20,9 @@ from ftckpt.memory.inventory import NodeProtection, Problem
 from ftckpt.memory.locks import JOB_LOCK_NAME
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.smp import __main__ as smp_main
-from ftckpt.smp import daemon
 from ftckpt.smp.arenas import MonitoredArenas
-from ftckpt.smp.client import SmpClient
-from ftckpt.smp.daemon import Daemon
 from ftckpt.smp.footprint import load_description, store_description
-from ftckpt.smp.reports import MarkHistory, packed, unpacked
+from ftckpt.smp.reports import MarkAge, packed, unpacked
 from ftckpt.smp.requests import PersistRequest
 from tests.support.mounting import rank_elsewhere
 from tests.support.processes import run_python
@@ -43,20 +39,6 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def test_trainers_are_told_of_an_end_before_the_log_is_kept_elsewhere(
-    arena_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A home directory may be on storage that hangs."""
-    smp, left = Daemon(arena_root, "test", "node", idle_secs=60.0), list[list[Path]]()
-    monkeypatch.setattr(daemon, "keep_logs", lambda logs: left.append(list(arena_root.iterdir())))
-    client = SmpClient(arena_root / "ftckpt-test" / "node", arena_root, "test", "node")
-    ends = threading.Thread(target=client.end)
-    ends.start()
-    smp.run()
-    ends.join(20)
-    assert left == [[]], "nor does the lock keep others from a start"
 
 
 # --- the SMP's loop waits for requests, and for the signal that ends it ---
@@ -139,17 +121,17 @@ ONE, OTHER = b"a" * 16, b"b" * 16
 
 
 def test_ages_and_how_often_one_comes() -> None:
-    history = MarkHistory(0.5)
+    history = MarkAge()
     assert history.fields(1.0) is None
     for place, now in enumerate((10.0, 14.0, 18.0)):
         history.note(SnapshotId(ONE, 5 + 10 * place), now)
         history.note(SnapshotId(ONE, 5 + 10 * place), now + 1)
     said = history.fields(20.0)
     assert said is not None
-    assert (said["iteration"], said["age_secs"], said["every_secs"], said["every_iterations"]) == (25, 2.0, 4.0, 10.0)
+    assert (said["iteration"], said["age_secs"]) == (25, 2.0)
     history.note(SnapshotId(OTHER, 25), 21.0)  # behind a restart
     said = history.fields(22.0)
-    assert said is not None and (said["age_secs"], said["every_secs"]) == (1.0, None)
+    assert said is not None and said["age_secs"] == 1.0
     history.note(None, 23.0)
     assert history.fields(24.0) is None
 
@@ -165,14 +147,13 @@ def marks_of(*whole: SnapshotId | None) -> SnapshotId | None:
 
 
 def test_ranks_that_pass_a_boundary_one_after_the_other_leave_no_gap() -> None:
-    history = MarkHistory(0.5)
+    history = MarkAge()
     for place in range(4):
         before, after = SnapshotId(ONE, 10 * place), SnapshotId(ONE, 10 * place + 10)
         for now, marks in ((0, (before, before)), (1, (after, before)), (2, (after, after))):
             history.note(marks_of(*marks), 4.0 * place + now)
             said = history.fields(4.0 * place + now)
             assert said is not None and said["iteration"] == (10 * place if now < 2 else 10 * place + 10)
-    assert said["every_secs"] == 3.5
 
 
 def test_what_one_rank_has_not_or_of_another_lineage_is_whole_nowhere() -> None:

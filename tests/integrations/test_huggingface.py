@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from test_transformers import RELEASES, train_gpt2
-from tests.support.megatron_models import Model, build, known, parallel, stand_in_for_grouped_gemm
 
 from ftckpt.universal.conversion import Options, convert
 from ftckpt.universal.huggingface.writer import HuggingFaceWriter
+from tests.integrations.megatron_models import Model, build, known, parallel, stand_in_for_grouped_gemm
 from tests.support import elements, hf_names
 from tests.support.elements import Elements
 from tests.support.pool import run_ranks
