@@ -72,11 +72,11 @@ def attach(
 
     Collective. Call it after all arguments are built and any checkpoint on storage is loaded. Then call
     ``restore`` once, directly before training; ``step`` at the end of each iteration, after optimizer, scheduler
-    and counters have advanced and before the next batch is drawn; and ``close`` after the last. If ftckpt is off,
-    this says so in the log, and the result has the same methods, does nothing, and is false in a condition.
+    and counters have advanced and before the next batch is drawn; and ``close`` after the last. With ftckpt off,
+    which is logged, the result has the same methods, does nothing, and is false in a condition.
 
-    Only the optimizer's step may write parameters. Other code that writes them during training (averaged weights
-    swapped in for an evaluation) must call the checkpointer's ``fence`` first.
+    Only the optimizer's step may write parameters. Other code that writes them during training, such as averaged
+    weights swapped in for an evaluation, must call ``fence`` first.
 
     Args:
         model: the model as trained: wrapped in DDP, sharded by ``fully_shard``, or neither; compiled if at all.
@@ -87,8 +87,7 @@ def attach(
 
     Raises:
         UnsupportedError: FSDP1, or state that ftckpt cannot map.
-        ConfigError: no job name, no process group, an argument of the wrong type, an object without state, or
-            layouts are set.
+        ConfigError: no job name, no process group, a wrong argument, an object without state, or layouts are set.
         LaunchError: torchrun shares one store among attempts, and torch's own call created the process group.
     """
     if isinstance(objects, Config):
@@ -96,11 +95,11 @@ def attach(
     if config is None:
         log.warning("ftckpt is off: attach() was given no config=, such as that of Config.from_flags()")
     if config is None or is_off(config):
-        return cast("Checkpointer", DisabledCheckpointer())  # scripts need not tell them apart
-    model = getattr(model, "_forward_module", model)  # inside Fabric's wrapper
-    _check(config, model, optimizer := _inner(optimizer), objects)
+        return cast("Checkpointer", DisabledCheckpointer())
     from ftckpt.torch import hooks
 
+    model = getattr(model, "_forward_module", model)  # inside Fabric's wrapper
+    _check(config, model, optimizer := _inner(optimizer), objects)
     return hooks.attach(patches, config, model, optimizer, scheduler, objects or {})
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ftckpt.errors import UnsupportedError
-
 
 class DisabledCheckpointer:
     """Has the methods of ``Checkpointer``, does nothing, and is false in a condition."""
@@ -23,7 +21,3 @@ class DisabledCheckpointer:
     def numbers(self, who: str = "") -> dict[str, float]:
         """Return no metrics."""
         return {}
-
-    def save_universal(self, *_: Any, **__: Any) -> None:
-        """Raise UnsupportedError: a script that reads the result would fail later."""
-        raise UnsupportedError("save_universal: no snapshot to write, as ftckpt is off; add --ftckpt")

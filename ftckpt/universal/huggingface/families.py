@@ -86,7 +86,7 @@ _SILU = {"hidden_act": "silu"}
 _UNBIASED = {**_SILU, "attention_bias": False}
 
 
-class Renaming(NamedTuple):
+class NameRule(NamedTuple):
     """The Hugging Face names of the parts of a tensor; several parts with one name are joined."""
 
     parts: tuple[str, ...]
@@ -107,7 +107,7 @@ class Family:
     layer: str = "model.layers.{layer}"
     arguments: tuple[tuple[str, Any], ...] = (("swiglu", True), ("position_embedding_type", "rope"))
 
-    def rules(self) -> dict[str, Renaming]:
+    def rules(self) -> dict[str, NameRule]:
         """The rules by patterns of Megatron's names."""
         found = {}
         for source, cut, names in re.findall(r"(\S+) +(\S+) +(\S+)", self.table):
@@ -115,7 +115,7 @@ class Family:
             choice = re.search(r"\{(\w+(?:,\w+)+)\}", template)
             parts = [template.replace(choice[0], part) for part in choice[1].split(",")] if choice else [template]
             name = "decoder.layers.{layer}" + source if source.startswith(".") else source
-            found[name] = Renaming(tuple(parts), cut.strip("-T"), cut.endswith("T"), "{expert}" in template)
+            found[name] = NameRule(tuple(parts), cut.strip("-T"), cut.endswith("T"), "{expert}" in template)
         return found
 
 

@@ -16,7 +16,7 @@ from ftckpt.errors import ConvertError
 from ftckpt.model.fragment import DTYPE_BYTES, TORCH_NAMES
 from ftckpt.model.text import listed
 from ftckpt.universal.catalog import Get, Tensor
-from ftckpt.universal.huggingface.families import FAMILIES, Renaming, family_of
+from ftckpt.universal.huggingface.families import FAMILIES, NameRule, family_of
 from ftckpt.universal.language.patterns import Pattern, Value
 from ftckpt.universal.safetensors import STRIP_BYTES
 
@@ -172,7 +172,7 @@ class MegatronModel:
     def _check_complete(self) -> None:
         """Raises ConvertError if a tensor of the family is missing: transformers would initialize it."""
 
-        def names(rule: Renaming, captured: Mapping[str, Value]) -> set[str]:
+        def names(rule: NameRule, captured: Mapping[str, Value]) -> set[str]:
             return {part.format(**{"expert": 0, **captured}) for part in rule.parts}
 
         layers = range(self._layers)
@@ -224,7 +224,7 @@ class MegatronModel:
             )
         return {"heads": heads, "groups": groups, "head_dim": head_dim}
 
-    def _cuts(self, rule: Renaming, height: int) -> list[tuple[range, ...]]:
+    def _cuts(self, rule: NameRule, height: int) -> list[tuple[range, ...]]:
         """The units of each part."""
         if rule.cut == "halves":
             if height != 2 * self._sizes["ffn"]:
