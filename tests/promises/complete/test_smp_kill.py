@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ftckpt.errors import SmpError
+from ftckpt.memory.directory import clean_job
 from ftckpt.memory.end_notes import read as read_ends
 from ftckpt.memory.locks import JobLock
 from ftckpt.memory.process import Process
@@ -27,7 +28,7 @@ from ftckpt.smp.requests import VERSION
 from ftckpt.smp.watch import Watch
 from tests.support.killing import killed_at
 from tests.support.processes import python
-from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, site_at
+from tests.support.smps import JOB, NODE, SECRET, SmpSite, events, lives_on, site_at
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.faults]
@@ -124,16 +125,7 @@ def test_the_watch_brings_it_back_again_and_again(site: SmpSite, tmp_path: Path)
     assert site.pids() == [], "a watch that was stopped starts none"
 
 
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of the SMP's log after the job."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "ftckpt" / f"{JOB}@{NODE}.log"
-
-
-def test_what_it_sees_reaches_the_job_and_outlives_it(
-    site: SmpSite, kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_it_sees_reaches_the_job(site: SmpSite) -> None:
     client, told = site.start(), list[str]()
     client.configure(site.description())
     watch = Watch(client, Told(), tell=told.append)
@@ -153,11 +145,43 @@ def test_what_it_sees_reaches_the_job_and_outlives_it(
     (end,) = read_ends(site.node_dir)
     assert end.text.startswith(f"rank 10 (pid {trainer.pid}) was ended by SIGKILL, in forward, after iteration")
     assert told == ["refused: configure: job is 'another', this is the SMP of 'job'"]
-    assert not kept.exists()
-    with caplog.at_level(logging.INFO, "ftckpt"):
-        client.end()
-    assert told[0] in kept.read_text(), "the directory of the node goes with the job"
-    assert f"its log is kept in {kept}" in caplog.text
+    client.end()
+
+
+def test_its_warnings_outlive_a_job_that_failed(site: SmpSite) -> None:
+    client = site.start()
+    with suppress(SmpError):
+        client.configure({**site.description(), "job": "another"})
+    said: list[str] = []
+    clean_job(site.root, JOB, said.append)
+    assert [NODE in line and "refused: configure" in line for line in said] == [True]
+    assert not list(site.root.iterdir())
+
+
+@pytest.mark.parametrize("end", ["its directory is removed", "nobody trains"])
+def test_one_that_nobody_needs_leaves_nothing(site: SmpSite, end: str) -> None:
+    site.start(idle_secs=2.0 if end == "nobody trains" else 300.0)
+    if end != "nobody trains":
+        shutil.rmtree(site.node_dir.parent)
+    until(lambda: not site.pids())
+    assert not list(site.root.iterdir())
+
+
+@pytest.mark.slow
+def test_the_watch_replaces_one_that_stands_still_and_none_that_works(site: SmpSite, tmp_path: Path) -> None:
+    client, told = site.start(), Told()
+    client.configure(site.description(events=str(tmp_path)))
+    pid = client.status()["pid"]
+    watch = Watch(client, told, every_secs=0.1, silent_secs=1.5)
+    try:
+        lives_on(site.node_dir, 2.0)
+        assert site.pids() == [pid] and not told.seen
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: "smp_restarted" in told.names)
+        assert told.names == ["smp_error", "smp_restarted"] and "no heartbeat" in told.seen[0][1]["error"]
+        assert client.status()["configured"] and site.pids() not in ([pid], [])
+    finally:
+        watch.stop()
 
 
 def test_killed_while_it_starts(site: SmpSite) -> None:
