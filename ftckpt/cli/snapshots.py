@@ -20,7 +20,6 @@ from ftckpt.model.text import human
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, checkpoints, claimed_lineage, folder_of, read_manifest
 from ftckpt.persist.retention import VOID_MEANS, pin, pinned, restorable, unpin, voided
-from ftckpt.persist.shard_file import open_shard
 from ftckpt.persist.shards import StoredShard, StoredSnapshot
 from ftckpt.persist.storage import Storage
 
@@ -76,8 +75,7 @@ def listing(storage: Storage, wanted: int | None = None) -> dict[str, Any]:
                 "shards": len(stored.shards),
                 "bytes": stored.nbytes,
                 "job": stored.job,
-                "compressed": any(shard.is_compressed for shard in stored.shards.values()),
-                "refers_to": sorted({base.partition("/")[0] for base in stored.bases}),
+                "compressed": any(shard.frames is not None for shard in stored.shards.values()),
                 "pinned": name in pins,
                 "void": stored.snapshot in void,
                 "abandoned": since if name.iteration > since else None,
@@ -114,7 +112,6 @@ def _in_lines(found: dict[str, Any], where: str) -> Iterator[str]:
             continue
         notes = [name for name in ("compressed", "pinned", "doubtful") if one[name]]
         notes += [f"void ({VOID_MEANS})"] if one["void"] else []
-        notes += [f"needs files of {', '.join(one['refers_to'])}"] if one["refers_to"] else []
         if (since := one["abandoned"]) is not None:
             notes.append(
                 f"abandoned: the job has branched at {since}"
@@ -167,10 +164,7 @@ def _verified(storage: Storage, name: CheckpointName) -> dict[str, Any]:
         problems = [
             f"{shard}: {problem}"
             for shard, entry in stored.shards.items()
-            if (
-                problem := _problem(storage, f"{folder_of(name.iteration)}/{entry.file}", entry, progress)
-                or _base_problem(storage, folder_of(name.iteration), shard, entry)
-            )
+            if (problem := _problem(storage, f"{folder_of(name.iteration)}/{entry.file}", entry, progress))
         ]
     return {**which, "problems": problems, "shards": len(stored.shards), "bytes": stored.nbytes}
 
@@ -186,19 +180,6 @@ def _problem(storage: Storage, name: str, entry: StoredShard, progress: Progress
         digest.update(part)
         progress(len(part))
     return "" if digest.hexdigest() == entry.checksum else f"{name} does not match its checksum"
-
-
-def _base_problem(storage: Storage, folder: str, shard: str, entry: StoredShard) -> str:
-    """The problem of the chunks that a file of another checkpoint holds, or ""."""
-    if entry.base is None:
-        return ""
-    try:
-        file = open_shard(storage, folder, shard, entry)
-        for number in entry.shared:
-            file.chunk(number)
-    except StorageError as error:
-        return str(error)
-    return ""
 
 
 def add_pin(parser: argparse.ArgumentParser) -> None:

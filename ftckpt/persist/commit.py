@@ -28,8 +28,8 @@ from ftckpt.model import codec
 from ftckpt.model.lineage import UNKNOWN, Lineage
 from ftckpt.model.snapshot import LINEAGE_BYTES, SnapshotId
 from ftckpt.persist.membership import forget_members
-from ftckpt.persist.shards import BaseFile, StoredSnapshot, is_sound
-from ftckpt.persist.storage import ObjectEntry, Storage, content
+from ftckpt.persist.shards import StoredSnapshot
+from ftckpt.persist.storage import Storage, content
 
 FLUSH_SECS = 7200.0
 """Deadline of a flush, after which a newer snapshot is tried. Terabytes to slow storage take an hour; at two hours
@@ -42,8 +42,7 @@ _FOLDER = re.compile(r"iter_(\d{7,18})")
 _NAME = re.compile(r"iter_(\d{7,18})(?:-g([1-9]\d{0,9}))?")
 _MANIFEST = re.compile(r"manifest(-g[1-9]\d{0,9})?\.json")
 _DONE = "done"
-_SHARD_FILE = r"[a-z]+\d+(?:-[a-z]+\d+)*\.(?:safetensors|zst|part)"
-_FILE = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-(?:{_SHARD_FILE}|{_DONE}\.[A-Za-z0-9._-]+)"
+_FILE = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}-(?:[a-z]+\d+(?:-[a-z]+\d+)*\.(?:safetensors|zst)|{_DONE}\.[A-Za-z0-9._-]+)"
 _OURS = re.compile(_FILE)
 """Names of shard files and marks in a checkpoint's folder: ``sweep`` removes nothing else from it."""
 _VOID_MARK = rf"[0-9a-f]{{{2 * LINEAGE_BYTES}}}\.\d+"
@@ -124,15 +123,13 @@ class NodeCommitMarker:
     """A node's mark that its files are durable, with its ``parts`` of the manifest, JSON values.
 
     ``lineage``: the snapshot's lineage, as the node knew it before it read the first byte. If the job branches during
-    the flush, the checkpoint belongs to the history before. ``bases``: the files of older checkpoints to which it
-    refers.
+    the flush, the checkpoint belongs to the history before.
     """
 
     node: str
     files: tuple[CheckpointFile, ...]
     parts: Mapping[str, Any]
     lineage: Lineage
-    bases: tuple[BaseFile, ...] = ()
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> NodeCommitMarker:
@@ -153,7 +150,6 @@ class CheckpointTransaction:
         self.folder = folder_of(snapshot.iteration)
         self.snapshot, self.node, self._storage = snapshot, node, storage
         self._files: list[CheckpointFile] = []
-        self._bases: list[BaseFile] = []
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> CheckpointFile:
         """Writes a file of the checkpoint and computes its checksum in the same pass; durable on return."""
@@ -170,27 +166,20 @@ class CheckpointTransaction:
         self._files.append(file)
         return file
 
-    def refer(self, base: BaseFile) -> None:
-        """Adds a file of an older checkpoint without which this one is not complete."""
-        self._bases.append(base)
-
     def done(self, parts: Mapping[str, Any], lineage: Lineage = UNKNOWN) -> None:
         """Writes this node's mark: all its files are durable. ``parts`` are JSON values for the manifest."""
-        mark = NodeCommitMarker(self.node, tuple(self._files), parts, lineage, tuple(self._bases))
+        mark = NodeCommitMarker(self.node, tuple(self._files), parts, lineage)
         self._storage.put(f"{self._marks}{self.node}", codec.encode(mark))
 
     def own_mark(self) -> NodeCommitMarker | None:
         """This node's mark, if it exists: then the commit on another node may already rely on its files."""
         return self._mark(f"{self._marks}{self.node}")
 
-    def lacks(self, *marks: NodeCommitMarker) -> ObjectEntry | None:
-        """A file named by ``marks``, as it should be, that is missing or of another size, if any."""
-        there = set(self._storage.list(self.folder))
-        files = (ObjectEntry(f"{self.folder}/{file.name}", file.nbytes) for mark in marks for file in mark.files)
-        if (lost := next((file for file in files if file not in there), None)) is not None:
-            return lost
-        bases = (ObjectEntry(base.file, base.nbytes) for mark in marks for base in mark.bases)
-        return next((base for base in bases if self._storage.size(base.name) != base.nbytes), None)
+    def lacks(self, *marks: NodeCommitMarker) -> CheckpointFile | None:
+        """A file named by ``marks`` that is missing or of another size, if any."""
+        there = {entry.name: entry.nbytes for entry in self._storage.list(self.folder)}
+        files = (file for mark in marks for file in mark.files)
+        return next((file for file in files if there.get(f"{self.folder}/{file.name}") != file.nbytes), None)
 
     def withdraw(self) -> None:
         """Removes the files of this node, if it has not called ``done``. The last call."""
@@ -241,7 +230,7 @@ class CheckpointTransaction:
         if file := self.lacks(*marks.values()):
             # Not lasting: a node that finds its mark, but not the files, writes them again.
             raise StorageError(
-                f"{self._storage.where}/{file.name}: missing, or does not have {file.nbytes} bytes: "
+                f"{self._storage.where}/{self.folder}/{file.name}: missing, or does not have {file.nbytes} bytes: "
                 "another program has removed or changed it"
             )
 
@@ -374,33 +363,29 @@ def sweep(
         return [entry.name for entry in storage.list() if _FOLDER.fullmatch(entry.name.partition("/")[0])]
 
     names = listed()
-    gone = uncommitted(storage, names, [name for name in names if _is_ours(name) and not is_active(name)])
+    gone = _uncommitted(storage, names, [name for name in names if _is_ours(name) and not is_active(name)])
     unfinished = [name for name in storage.unfinished(is_active) if _BEGUN.fullmatch(name.rpartition("/")[2])]
     if not owns():
         return []
     if gone:  # a save that owns no claim may have committed meanwhile
-        gone = uncommitted(storage, listed(), gone)
+        gone = _uncommitted(storage, listed(), gone)
     storage.remove(gone)
     storage.discard(unfinished)
     return gone
 
 
-def uncommitted(storage: Storage, names: Collection[str], files: Collection[str]) -> list[str]:
-    """Those of ``files`` that no manifest among ``names`` names or references, and that have no unreadable one beside
-    them. A damaged manifest may reference any older file."""
-    iterations = {file: iteration_of(file.partition("/")[0]) or 0 for file in files}
-    oldest, damaged, kept = min(iterations.values(), default=0), -1, set[str]()
+def _uncommitted(storage: Storage, names: Collection[str], files: Collection[str]) -> list[str]:
+    """Those of ``files`` that no manifest among ``names`` names, and that have no unreadable one beside them."""
+    folders, kept = {file.partition("/")[0] for file in files}, set[str]()
     for checkpoint in filter(None, map(CheckpointName.of_manifest, names)):
-        if not files or checkpoint.iteration < oldest:
-            continue  # references are to older checkpoints
-        if (stored := committed(storage, checkpoint)) is not None:
-            own = {f"{folder_of(checkpoint.iteration)}/{one.file}" for one in stored.shards.values()}
-            kept |= stored.bases | own
+        folder = folder_of(checkpoint.iteration)
+        if folder not in folders:
             continue
-        kept |= {file for file, iteration in iterations.items() if iteration == checkpoint.iteration}
-        if not is_sound(content(storage, checkpoint.manifest) or b""):
-            damaged = max(damaged, checkpoint.iteration)
-    return [file for file, iteration in iterations.items() if file not in kept and iteration > damaged]
+        if (stored := committed(storage, checkpoint)) is None:
+            kept |= {file for file in files if file.startswith(f"{folder}/")}
+        else:
+            kept |= {f"{folder}/{shard.file}" for shard in stored.shards.values()}
+    return [file for file in files if file not in kept]
 
 
 def _may_be_written(name: str, current: SnapshotId, lineages: Collection[bytes]) -> bool:

@@ -9,7 +9,7 @@ and compare it to the checksum from memory. Pure except for the compressor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,44 +24,29 @@ _LEVEL = 1
 
 
 class ElementRun(NamedTuple):
-    """``nbytes`` of consecutive elements of ``item_bytes`` each; ``dtype`` and ``role`` of complete elements of a
-    tensor."""
+    """``nbytes`` of consecutive elements of ``item_bytes`` each."""
 
     nbytes: int
     item_bytes: int
-    dtype: str = ""
-    role: str = ""
 
 
-def omits_nothing(number: int, chunk: Buffer) -> bool:
-    """The ``omits`` of ``packed`` for a complete file."""
-    return False
-
-
-def packed(
-    image: SlotImage, objects_used: int, pieces: Iterable[Buffer], lengths: list[int], *,
-    compresses: bool = True, omits: Callable[[int, Buffer], bool] = omits_nothing,
-) -> Iterator[Buffer]:  # fmt: skip
-    """The bytes of a shard's file of frames: the header, a frame per chunk, and a frame of the objects in use.
+def packed(image: SlotImage, objects_used: int, pieces: Iterable[Buffer], lengths: list[int]) -> Iterator[Buffer]:
+    """The bytes of a shard's compressed file: the header, a frame per chunk, and a frame of the objects in use.
 
     Args:
         pieces: the bytes of the uncompressed file of image ``image``, in any pieces. All are consumed: their source
             verifies the last of them at the end.
         lengths: receives the lengths of the header and of each frame.
-        compresses: whether frames are compressed.
-        omits: whether a chunk, given its number and bytes, gets an empty frame.
     """
     objects = Span(image.objects.begin, image.objects.begin + objects_used)
     parts = _parts(pieces, [Span(0, len(image.header)), *image.chunks, objects])
     header = next(parts)
     lengths.append(len(header))
     yield header
-    for number, (part, runs) in enumerate(zip(parts, runs_of(image, objects_used), strict=True)):
-        frame: Buffer = b""
-        if number == len(image.chunks) or not omits(number, part):
-            frame = compress(part, runs) if compresses else part
-            yield frame
+    for part, runs in zip(parts, runs_of(image, objects_used), strict=True):
+        frame = compress(part, runs)
         lengths.append(len(frame))
+        yield frame
 
 
 def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
@@ -82,7 +67,7 @@ def _parts(pieces: Iterable[Buffer], spans: Sequence[Span]) -> Iterator[Buffer]:
 def runs_of(image: SlotImage, objects_used: int) -> list[list[ElementRun]]:
     """The element runs of each chunk of a slot, in order, and last of the objects in use; gaps count as bytes."""
     spans = [
-        (offset, offset + fragment.nbytes, fragment.dtype, fragment.key.partition("/")[0])
+        (offset, offset + fragment.nbytes, DTYPE_BYTES[fragment.dtype])
         for fragment, offset in zip(image.manifest.fragments, image.offsets, strict=True)
     ]
     found, first = [], 0
@@ -93,19 +78,16 @@ def runs_of(image: SlotImage, objects_used: int) -> list[list[ElementRun]]:
     return [*found, [ElementRun(objects_used, 1)]]
 
 
-def _runs(spans: Sequence[tuple[int, int, str, str]], begin: int, end: int) -> Iterator[ElementRun]:
-    for low, high, dtype, role in spans:
+def _runs(spans: Sequence[tuple[int, int, int]], begin: int, end: int) -> Iterator[ElementRun]:
+    for low, high, item_bytes in spans:
         if low >= end:
             break
         if low > begin:
             yield ElementRun(low - begin, 1)
             begin = low
-        nbytes, item_bytes = min(high, end) - begin, DTYPE_BYTES[dtype]
+        nbytes = min(high, end) - begin
         # A chunk of an unusual size may end within an element.
-        if nbytes % item_bytes:
-            yield ElementRun(nbytes, 1)
-        else:
-            yield ElementRun(nbytes, item_bytes, dtype, role)
+        yield ElementRun(nbytes, 1 if nbytes % item_bytes else item_bytes)
         begin += nbytes
     if begin < end:
         yield ElementRun(end - begin, 1)
@@ -113,45 +95,11 @@ def _runs(spans: Sequence[tuple[int, int, str, str]], begin: int, end: int) -> I
 
 def compress(data: Buffer, runs: Sequence[ElementRun]) -> bytes:
     """A zstd frame of a chunk; the frame records the chunk's length."""
-    return zipped(group(data, runs))
-
-
-def group(data: Buffer, runs: Sequence[ElementRun]) -> Buffer:
-    """The bytes of ``data``, grouped by significance."""
     grouped = np.empty(len(data), np.uint8)
     for piece, into, item_bytes in _pieces(np.frombuffer(data, np.uint8), grouped, runs):
         into.reshape(item_bytes, -1)[...] = piece.reshape(-1, item_bytes).T
-    return grouped.data
-
-
-def ungroup(grouped: Buffer, runs: Sequence[ElementRun]) -> memoryview:
-    """Inverse of ``group``."""
-    data = np.empty(len(grouped), np.uint8)
-    for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
-        # Not in one assignment, in which numpy's inner loop would run over the few bytes of an element.
-        for number, alike in enumerate(piece.reshape(item_bytes, -1)):
-            into[number::item_bytes] = alike
-    return data.data.toreadonly()
-
-
-def zipped(data: Buffer) -> bytes:
-    """A zstd frame that records the length of ``data``."""
-    frame: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(data)
+    frame: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(grouped.data)
     return frame
-
-
-def unzipped(frame: Buffer, max_nbytes: int) -> bytes:
-    """Inverse of ``zipped``; raises CorruptError, also for more than ``max_nbytes``."""
-    zstandard = _zstandard()
-    try:
-        # Checked before memory is allocated: a damaged frame may claim any length.
-        found = zstandard.frame_content_size(frame)
-        if not 0 <= found <= max_nbytes:
-            raise CorruptError(f"cannot be unpacked: claims {found} bytes, at most {max_nbytes} are possible")
-        data: bytes = zstandard.ZstdDecompressor().decompress(frame)
-    except zstandard.ZstdError as error:
-        raise CorruptError(f"cannot be unpacked: {error}") from None
-    return data
 
 
 def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
@@ -160,11 +108,21 @@ def decompress(frame: Buffer, runs: Sequence[ElementRun]) -> memoryview:
     Raises:
         CorruptError: not a frame of a chunk with these runs.
     """
-    nbytes = sum(run.nbytes for run in runs)
-    grouped = unzipped(frame, nbytes)
-    if len(grouped) != nbytes:
-        raise CorruptError(f"cannot be unpacked: has {len(grouped)} bytes, not {nbytes}")
-    return ungroup(grouped, runs)
+    nbytes, zstandard = sum(run.nbytes for run in runs), _zstandard()
+    try:
+        # Checked before memory is allocated: a damaged frame may claim any length.
+        found = zstandard.frame_content_size(frame)
+        if found != nbytes:
+            raise CorruptError(f"cannot be unpacked: claims {found} bytes, not {nbytes}")
+        grouped = zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"cannot be unpacked: {error}") from None
+    data = np.empty(nbytes, np.uint8)
+    for piece, into, item_bytes in _pieces(np.frombuffer(grouped, np.uint8), data, runs):
+        # Not in one assignment, in which numpy's inner loop would run over the few bytes of an element.
+        for number, alike in enumerate(piece.reshape(item_bytes, -1)):
+            into[number::item_bytes] = alike
+    return data.data.toreadonly()
 
 
 def _zstandard() -> Any:

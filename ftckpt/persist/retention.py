@@ -27,7 +27,6 @@ from ftckpt.persist.commit import (
     name_latest,
     read_manifest,
     readers,
-    uncommitted,
 )
 from ftckpt.persist.shards import FORMAT, StoredSnapshot, is_sound
 from ftckpt.persist.storage import Storage
@@ -259,8 +258,8 @@ def retire(
 
 
 def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None:
-    """Removes a checkpoint: its manifest, then its files, so that after a kill it is either committed or absent.
-    Files to which another checkpoint refers stay. ``commit.sweep`` removes leftover files.
+    """Removes a checkpoint: its manifest, then its files, so that after a kill it is either committed or absent;
+    ``commit.sweep`` removes leftover files.
 
     Raises:
         StorageError: it is the only checkpoint, or another has its name now; or storage fails.
@@ -278,8 +277,7 @@ def remove(storage: Storage, name: CheckpointName, snapshot: SnapshotId) -> None
     if latest(storage) == name.iteration and all(one.iteration != name.iteration for one in others):
         name_latest(storage, others[0].iteration)
     storage.remove(sorted({one.manifest for one in names}))  # first: this makes it absent
-    files = [f"{folder}/{shard.file}" for shard in stored.shards.values()]
-    storage.remove(uncommitted(storage, [one.manifest for one in others], files))
+    storage.remove([f"{folder}/{shard.file}" for shard in stored.shards.values()])
 
 
 def _below(storage: Storage, folder: str) -> Sequence[str]:

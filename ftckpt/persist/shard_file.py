@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
 
 import xxhash
 
-from ftckpt.array_types import Buffer, Hashes
+from ftckpt.array_types import Buffer
 from ftckpt.errors import CorruptError, DamagedError, MismatchError, StorageError
 from ftckpt.memory.destinations import TargetParts, cover, scratch
-from ftckpt.memory.image import SlotImage, Span, header_bytes, parse_image
+from ftckpt.memory.image import Span, header_bytes, parse_image
 from ftckpt.persist.compression import decompress, runs_of
 from ftckpt.persist.shards import StoredShard
-from ftckpt.persist.storage import Storage
 
 _TRIES = 3
 """Reads of a part whose checksum does not match: corruption in transit may not repeat."""
@@ -27,7 +25,7 @@ class ShardFile:
     Args:
         where: the file's name in errors.
         shard: the expected shard.
-        read: reads from an offset, given a size. The file's base, if it has one, follows its last byte.
+        read: reads from an offset, given a size.
         read_into: reads from an offset into buffers, one after the other; None: ``read`` is used.
 
     Raises:
@@ -52,13 +50,13 @@ class ShardFile:
         if image.manifest.shard != shard or not entry.is_of(image):
             raise DamagedError(f"{where}: is not what the manifest names")
         self._hashes = [*entry.chunk_hashes.tolist(), entry.objects_hash]
-        self._spans, self._packed = _spans(image, entry, entry.frames), [entry.is_compressed] * len(self._hashes)
-        if entry.base is not None:
-            there = _spans(image, entry, entry.base.frames)
-            for number in entry.shared:
-                self._spans[number] = there[number].shifted(entry.nbytes)
-                self._packed[number] = entry.base.frames is not None
-        self._runs = runs_of(image, entry.objects_used) if any(self._packed) else []
+        if entry.frames is None:
+            objects = Span(image.objects.begin, image.objects.begin + entry.objects_used)
+            self._spans, self._runs = [*image.chunks, objects], None
+        else:
+            # Frames follow the header without gaps.
+            self._spans = [Span(*ends) for ends in pairwise(accumulate(entry.frames.tolist()))]
+            self._runs = runs_of(image, entry.objects_used)
 
     @property
     def objects_used(self) -> int:
@@ -81,20 +79,18 @@ class ShardFile:
         An uncompressed chunk is verified after it is read into the targets: after an error they have corrupt bytes.
         """
         read_into = self._read_into
-        if read_into is None or self._packed[number]:
+        if read_into is None or self._runs is not None:
             data, first = memoryview(self.chunk(number)), self.image.chunks[number].begin
             for part in parts():
                 for begin, memory in part.targets:
                     memory[:] = data[begin - first :][: len(memory)]
             return
 
-        shift = self._spans[number].begin - self.image.chunks[number].begin
-
         def bring() -> Iterator[memoryview]:
             for span, targets in parts():
                 # Gaps are disjoint: all buffers are hashed after the read.
                 memories = [*cover(span, targets, partial(_gap_of, span))]
-                read_into(span.begin + shift, memories)
+                read_into(span.begin, memories)
                 yield from memories
 
         self._prove(number, bring)
@@ -120,7 +116,7 @@ class ShardFile:
 
     def _unpacked(self, part: int) -> Buffer:
         data = self._read(self._spans[part].begin, self._spans[part].nbytes)
-        return decompress(data, self._runs[part]) if self._packed[part] else data
+        return data if self._runs is None else decompress(data, self._runs[part])
 
     def _prove(self, part: int, bring: Callable[[], Iterable[Buffer]]) -> None:
         """Calls ``bring`` until its buffers together have the part's checksum, at most ``_TRIES`` times."""
@@ -135,51 +131,7 @@ class ShardFile:
                 continue
             if digest.intdigest() == self._hashes[part]:
                 return
-        where, begin = self._where, span.begin
-        if self.entry.base is not None and begin >= self.entry.nbytes:
-            where, begin = f"{where}: {self.entry.base.file}", begin - self.entry.nbytes
-        raise DamagedError(f"{where}: {span.nbytes} bytes at {begin} {problem}")
-
-
-def open_shard(
-    storage: Storage, folder: str, shard: str, entry: StoredShard,
-    ask: Callable[[Callable[[], Any]], Any] = lambda action: action(),
-) -> ShardFile:  # fmt: skip
-    """Opens a shard's file in ``folder``. ``ask`` performs each request to storage.
-
-    Raises:
-        DamagedError: it, or a file of another checkpoint that holds some of its chunks, is missing or damaged.
-        StorageError: storage fails.
-    """
-    file, base = f"{folder}/{entry.file}", entry.base
-    where = f"{storage.where}/{file}"
-    if ask(lambda: storage.size(file)) != entry.nbytes:
-        raise DamagedError(f"{where}: is missing, or does not have its {entry.nbytes} bytes")
-    if base is not None and ask(lambda: storage.size(base.file)) != base.nbytes:
-        text = f"{base.file}, which has chunks of it, is missing, or does not have its {base.nbytes} bytes"
-        raise DamagedError(f"{where}: {text}")
-
-    def place(begin: int) -> tuple[str, int]:
-        return (file, begin) if base is None or begin < entry.nbytes else (base.file, begin - entry.nbytes)
-
-    def read(begin: int, nbytes: int) -> Buffer:
-        name, at = place(begin)
-        data: Buffer = ask(lambda: storage.read(name, at, nbytes))
-        return data
-
-    def read_into(begin: int, memories: Sequence[memoryview]) -> None:
-        name, at = place(begin)
-        ask(lambda: storage.read_into(name, at, memories))
-
-    return ShardFile(where, shard, entry, read, read_into)
-
-
-def _spans(image: SlotImage, entry: StoredShard, frames: Hashes | None) -> list[Span]:
-    """The places of the chunks and the objects in a file with these ``frames``."""
-    if frames is None:
-        return [*image.chunks, Span(image.objects.begin, image.objects.begin + entry.objects_used)]
-    # Frames follow the header without gaps.
-    return [Span(*ends) for ends in pairwise(accumulate(frames.tolist()))]
+        raise DamagedError(f"{self._where}: {span.nbytes} bytes at {span.begin} {problem}")
 
 
 def _gap_of(span: Span, begin: int, end: int) -> memoryview:

@@ -1,16 +1,15 @@
 """A snapshot on storage: a file per shard, and a manifest. Pure; ``FORMAT.md`` specifies it.
 
 A shard's file is the image of its slot: header, chunks and objects as in memory. Writing it needs no gather, cast or
-other division into chunks, and a restart reads single chunks. ``compression`` compresses each chunk; ``increments``
-omits those that a file of an older checkpoint has. Parity and copies of other shards are omitted.
+other division into chunks, and a restart reads single chunks. ``compression`` compresses each chunk. Parity and
+copies of other shards are omitted.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,21 +26,12 @@ from ftckpt.model.snapshot import SnapshotId
 FORMAT = "ftckpt-snapshot"
 VERSION = 2
 """Raised whenever a reader of the previous version would misread a snapshot on storage."""
-INCREMENT_VERSION = 3
-"""The version of a manifest with references to other files."""
-
-INCREMENT_SUFFIX = ".part"
-"""The end of an uncompressed increment's name."""
-_BASE_FILE = re.compile(r"iter_\d{7,18}/[0-9a-f]+-[A-Za-z0-9-]+\.(?:safetensors|zst)")
-LONG_BYTES = 4096
-"""Shorter chunks are never shared. The lower half of a longer one's xxh3-128 is its xxh3-64."""
 
 PIECE_BYTES = 1 << 20
 """Bytes hashed and written at a time: few enough to stay in the core's cache in between."""
 
 _OWN = ("private", "shared")
 _ZEROS = bytes(PIECE_BYTES)
-_LOWER_HALF = (1 << 64) - 1
 
 
 class ShardImage(NamedTuple):
@@ -66,29 +56,6 @@ class ShardImage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BaseFile:
-    """The complete file of an older checkpoint that holds chunks of a shard: its name below the storage's root, size,
-    and frames as those of ``StoredShard``."""
-
-    file: str
-    nbytes: int
-    frames: Hashes | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        frames = {} if self.frames is None else {"frames": _from_u64s(self.frames)}
-        return {"file": self.file, "nbytes": self.nbytes, **frames}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> BaseFile:
-        """Inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
-        base = cls(str(entry["file"]), int(entry["nbytes"]), _to_u64s(entry["frames"]) if "frames" in entry else None)
-        is_cut = base.frames is not None and sum(base.frames.tolist()) != base.nbytes
-        if base.nbytes < 1 or is_cut or not _BASE_FILE.fullmatch(base.file):
-            raise ValueError(f"{base.file!r} is not the complete file of a checkpoint")
-        return base
-
-
-@dataclass(frozen=True)
 class StoredShard:
     """One shard's file: its name in the checkpoint's folder, size, xxh3-64 as 16 hex digits, the digest of the
     shard's own manifest, and for partial reads the xxh3-64 of each chunk and of the objects in use."""
@@ -104,26 +71,11 @@ class StoredShard:
     """The sizes of a compressed file's header, of each chunk's frame, and of the objects' frame."""
     spare_bytes: int = 0
     """Unused space for objects at the end of the file: no restart reads it."""
-    base: BaseFile | None = None
-    """The file that holds the chunks whose frames here are empty."""
 
     def to_json(self) -> dict[str, Any]:
         value = {**vars(self), "chunk_hashes": _from_u64s(self.chunk_hashes)}
-        del value["frames"], value["base"]
-        if self.frames is not None:
-            value["frames"] = _from_u64s(self.frames)
-        return value if self.base is None else {**value, "base": self.base.to_json()}
-
-    @property
-    def is_compressed(self) -> bool:
-        return self.frames is not None and not self.file.endswith(INCREMENT_SUFFIX)
-
-    @property
-    def shared(self) -> list[int]:
-        """The numbers of the chunks that ``base`` holds."""
-        if self.base is None or self.frames is None:
-            return []
-        return [number for number, nbytes in enumerate(self.frames[1:-1].tolist()) if not nbytes]
+        del value["frames"]
+        return value if self.frames is None else {**value, "frames": _from_u64s(self.frames)}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> StoredShard:
@@ -137,23 +89,16 @@ class StoredShard:
             raise ValueError(f"{file}: an impossible size")
         if frames is not None and (len(frames) != len(hashes) + 2 or sum(frames.tolist()) != nbytes):
             raise ValueError(f"{file}: its frames do not match its chunks or size")
-        base = BaseFile.from_json(entry["base"]) if "base" in entry else None
-        if base is not None and (
-            frames is None or len(frames) != len(base.frames if base.frames is not None else frames)
-        ):
-            raise ValueError(f"{file}: its frames do not match those of {base.file}")
-        return cls(file, nbytes, checksum, digest, used, objects_hash, hashes, frames, spare, base)
+        return cls(file, nbytes, checksum, digest, used, objects_hash, hashes, frames, spare)
 
     def is_of(self, image: SlotImage) -> bool:
         """Whether this is the file of a shard of this image."""
         found = image.manifest.digest.hex(), len(image.chunks)
         if found != (self.digest, len(self.chunk_hashes)) or self.objects_used > image.objects.nbytes:
             return False
-        files: list[StoredShard | BaseFile] = [self] if self.base is None else [self, self.base]
-        return all(
-            one.nbytes == image.file_bytes if one.frames is None else int(one.frames[0]) == len(image.header)
-            for one in files
-        )
+        if self.frames is None:
+            return self.nbytes == image.file_bytes
+        return int(self.frames[0]) == len(image.header)
 
 
 @dataclass(frozen=True)
@@ -172,16 +117,11 @@ class StoredSnapshot:
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards.values())
 
-    @property
-    def bases(self) -> set[str]:
-        """The files of other checkpoints that hold chunks of this one."""
-        return {shard.base.file for shard in self.shards.values() if shard.base is not None}
-
     def encode(self) -> bytes:
         """Indented JSON that ends in a line feed. Equal snapshots give equal bytes."""
         value: dict[str, Any] = {
             "format": FORMAT,
-            "version": INCREMENT_VERSION if self.bases else VERSION,
+            "version": VERSION,
             "iteration": self.snapshot.iteration,
             "lineage": self.snapshot.lineage.hex(),
             "job": self.job,
@@ -207,8 +147,8 @@ class StoredSnapshot:
                     "snapshots are in the folder 'ftckpt'",
                     lasting=True,
                 )
-            if value["version"] not in (VERSION, INCREMENT_VERSION):
-                text = f"{where}: format version {value['version']!r}, this ftckpt reads {INCREMENT_VERSION}"
+            if value["version"] != VERSION:
+                text = f"{where}: format version {value['version']!r}, this ftckpt reads {VERSION}"
                 raise StorageError(text, lasting=True)
             if value.pop("checksum") != _checksum(value):
                 raise StorageError(f"{where}: damaged or edited: its checksum does not match", lasting=True)
@@ -232,13 +172,10 @@ def is_sound(manifest: bytes) -> bool:
     return True
 
 
-def contents(
-    shard: ShardImage, slot: SlotImage, data: memoryview, stored: StoredShard, digests: list[int] | None = None
-) -> Iterator[memoryview]:
+def contents(shard: ShardImage, slot: SlotImage, data: memoryview, stored: StoredShard) -> Iterator[memoryview]:
     """The bytes of a shard's file in pieces of at most ``PIECE_BYTES``, from ``data``, a slot of image ``slot``.
 
-    Checksums in ``stored`` are verified on the way: each byte is read once. ``digests`` receives the xxh3-128 of each
-    chunk, 0 for one that is not long.
+    Checksums in ``stored`` are verified on the way: each byte is read once.
 
     Raises:
         CorruptError: a checksum does not match; the pieces up to there have been yielded.
@@ -249,9 +186,7 @@ def contents(
     for span, chunk, expected in zip(image.chunks, shard.chunks, stored.chunk_hashes.tolist(), strict=True):
         yield from _zeros(span.begin - position)
         source = slot.chunks[chunk]
-        digest = yield from _proven(data[source.begin : source.end], expected, f"{name}: chunk {chunk}")
-        if digests is not None:
-            digests.append(digest)
+        yield from _proven(data[source.begin : source.end], expected, f"{name}: chunk {chunk}")
         position = span.end
     yield from _zeros(image.objects.begin - position)
     begin = slot.objects.begin
@@ -259,17 +194,13 @@ def contents(
     yield from _zeros(image.file_bytes - image.objects.begin - stored.objects_used)
 
 
-def _proven(chunk: memoryview, expected: int, name: str) -> Generator[memoryview, None, int]:
-    """Yields pieces of ``chunk`` and verifies them; returns its xxh3-128, 0 if it is not long."""
-    is_long = len(chunk) >= LONG_BYTES
-    digest = xxhash.xxh3_128() if is_long else xxhash.xxh3_64()
+def _proven(chunk: memoryview, expected: int, name: str) -> Iterator[memoryview]:
+    digest = xxhash.xxh3_64()
     for piece in _pieces(chunk):
         digest.update(piece)
         yield piece
-    found = digest.intdigest()
-    if found & _LOWER_HALF != expected:
+    if digest.intdigest() != expected:
         raise CorruptError(f"{name} does not match its checksum")
-    return found if is_long else 0
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:

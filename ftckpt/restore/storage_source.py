@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ftckpt.errors import CorruptError, StorageError
+from ftckpt.errors import CorruptError, DamagedError, StorageError
 from ftckpt.events import Events
 from ftckpt.group import gather_all
 from ftckpt.memory.destinations import LoadTarget, TargetPart, scratch
@@ -23,7 +23,7 @@ from ftckpt.memory.package import Package
 from ftckpt.model.snapshot import SnapshotId
 from ftckpt.model.topology import Topology, layouts_differ
 from ftckpt.persist.commit import CheckpointName, folder_of
-from ftckpt.persist.shard_file import ShardFile, open_shard
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from ftckpt.restore.chunk_reads import finish_together
@@ -73,8 +73,7 @@ class ShardFiles:
     def get(self, shard: str) -> ShardFile:
         """The file of a shard; raises StorageError if it is missing or not as expected."""
         if shard not in self._open:
-            folder = folder_of(self.stored.snapshot.iteration)
-            self._open[shard] = open_shard(self._storage, folder, shard, self.stored.shards[shard], self._ask)
+            self._open[shard] = self._opened(shard)
         return self._open[shard]
 
     def _ask(self, action: Callable[[], T]) -> T:
@@ -87,6 +86,23 @@ class ShardFiles:
             except StorageError:
                 raise StorageError(str(error)) from None
             raise StorageError(str(error), lasting=True) from None
+
+    def _name(self, shard: str) -> str:
+        return f"{folder_of(self.stored.snapshot.iteration)}/{self.stored.shards[shard].file}"
+
+    def _opened(self, shard: str) -> ShardFile:
+        entry, name = self.stored.shards[shard], self._name(shard)
+        where = f"{self._storage.where}/{name}"
+        if self._ask(lambda: self._storage.size(name)) != entry.nbytes:
+            raise DamagedError(f"{where}: is missing, or does not have its {entry.nbytes} bytes")
+
+        def read(begin: int, nbytes: int) -> bytes:
+            return self._ask(lambda: self._storage.read(name, begin, nbytes))
+
+        def read_into(begin: int, memories: Sequence[memoryview]) -> None:
+            self._ask(lambda: self._storage.read_into(name, begin, memories))
+
+        return ShardFile(where, shard, entry, read, read_into)
 
 
 class ShardFetch:

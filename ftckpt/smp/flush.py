@@ -29,10 +29,9 @@ from ftckpt.model.topology import axes_of, shard_names
 from ftckpt.persist import commit, retention
 from ftckpt.persist.backend import open_storage
 from ftckpt.persist.commit import CheckpointName, CheckpointTransaction, NodeCommitMarker, committed
-from ftckpt.persist.compression import omits_nothing, packed
-from ftckpt.persist.increments import CompleteFile, IncrementHistory
+from ftckpt.persist.compression import packed
 from ftckpt.persist.paths import SNAPSHOT, ExportPlace, Place
-from ftckpt.persist.shards import INCREMENT_SUFFIX, ShardImage, StoredShard, StoredSnapshot, contents
+from ftckpt.persist.shards import ShardImage, StoredShard, StoredSnapshot, contents
 from ftckpt.persist.storage import Storage, patiently, pauses
 from ftckpt.smp.arenas import CheckedSlot, MonitoredArenas
 from ftckpt.smp.export import export
@@ -114,12 +113,11 @@ class Flush:
 
     Args:
         before: the previous flush to this storage. This one waits for its end, as it may still be removing files.
-        history: the files to which this flush may refer, at this storage; default: none.
     """
 
     def __init__(
         self, orders: FlushOrders, arenas: MonitoredArenas, pace: Throttle, events: Events, snapshot: SnapshotId, *,
-        before: Joinable | None = None, history: IncrementHistory | None = None,
+        before: Joinable | None = None,
     ) -> None:  # fmt: skip
         self.snapshot = snapshot
         self.state = FlushState.WORKING
@@ -134,7 +132,6 @@ class Flush:
         self._arenas = arenas
         self._pace = pace
         self._events = events
-        self._history = history or IncrementHistory()
         self.halted = False
         """Whether it was stopped."""
         self.read_bytes: dict[str, int] = {}
@@ -174,9 +171,8 @@ class Flush:
             promised = self._patiently(pending.own_mark)
             self.found = self._patiently(lambda: self._is_there(storage))
             if not self.found:
-                lineage, complete = self._write(storage, pending, promised)
+                self._write(storage, pending, promised)
                 self._settle(storage, pending)
-                self._history.add(self.snapshot, lineage, complete)
             self.is_committed = True
             if self.orders.commits and self.orders.exports is not None:
                 # After the commit is visible: until then memory keeps the snapshot, and the job may end.
@@ -205,11 +201,8 @@ class Flush:
                 "not_exported", iteration=self.snapshot.iteration, format=exports.form, reason=str(error)
             )
 
-    def _write(
-        self, storage: Storage, pending: CheckpointTransaction, promised: NodeCommitMarker | None
-    ) -> tuple[Lineage, dict[str, CompleteFile]]:
-        """Write all shards of this node; each gets its name only when it is complete and verified. Returns the
-        snapshot's lineage, and the complete file that each shard is or refers to.
+    def _write(self, storage: Storage, pending: CheckpointTransaction, promised: NodeCommitMarker | None) -> None:
+        """Write all shards of this node; each gets its name only when it is complete and verified.
 
         Args:
             promised: the marker that this node has written before.
@@ -219,21 +212,20 @@ class Flush:
         shards = {arena.shard for arena in self._arenas.all}
         marks = [promised] if promised is not None and shards <= promised.parts.keys() else []
         if marks and not self._patiently(lambda: pending.lacks(*marks)):
-            return marks[0].lineage, {}
+            return
         started_secs, (lineage, slots) = time.monotonic(), self._checked()
         self.total_bytes = sum(ShardImage.of(slot.arena.mapped.image).image.file_bytes for slot in slots)
         try:
-            written = self._put_all(storage, pending, lineage, slots)
+            written = self._put_all(pending, slots)
         except BaseException:
             # Not after this node wrote its marker: the committing node may rely on the files.
             if promised is None:
                 self._withdraw(storage, pending)
             raise
-        parts = {name: one.to_json() for name, (one, _) in written.items()}
+        parts = {name: one.to_json() for name, one in written.items()}
         self._patiently(lambda: pending.done(parts, lineage))
-        nbytes, secs = sum(one.nbytes for one, _ in written.values()), round(time.monotonic() - started_secs, 3)
+        nbytes, secs = sum(one.nbytes for one in written.values()), round(time.monotonic() - started_secs, 3)
         self._events.emit("flushed", iteration=self.snapshot.iteration, bytes=nbytes, secs=secs)
-        return lineage, {name: complete for name, (_, complete) in written.items()}
 
     def _checked(self) -> tuple[Lineage, list[CheckedSlot]]:
         """Wait until all arenas of the node have the snapshot checked; returns its lineage and slots."""
@@ -245,18 +237,15 @@ class Flush:
                 return lineage, slots
             self._pause(_POLL_SECS)
 
-    def _put_all(
-        self, storage: Storage, pending: CheckpointTransaction, lineage: Lineage, slots: Sequence[CheckedSlot]
-    ) -> dict[str, tuple[StoredShard, CompleteFile]]:
+    def _put_all(self, pending: CheckpointTransaction, slots: Sequence[CheckedSlot]) -> dict[str, StoredShard]:
         """Write the shards, a few concurrently. The first failure cancels the others; returns after all threads."""
         left, errors, threads = iter(slots), list[BaseException](), list[threading.Thread]()
-        written: dict[str, tuple[StoredShard, CompleteFile]] = {}
+        written: dict[str, StoredShard] = {}
 
         def work() -> None:
             try:
                 for slot in left:  # threads share the iterator
-                    base = self._history.base(slot.arena.shard, self.snapshot, lineage)
-                    written[slot.arena.shard] = self._patiently(partial(self._put, storage, pending, slot, base))
+                    written[slot.arena.shard] = self._patiently(partial(self._put, pending, slot))
             except BaseException as error:  # noqa: BLE001 - raised again below
                 errors.append(error)
                 self._over.set()
@@ -273,23 +262,20 @@ class Flush:
             raise errors[0]
         return written
 
-    def _put(
-        self, storage: Storage, pending: CheckpointTransaction, slot: CheckedSlot, base: CompleteFile | None
-    ) -> tuple[StoredShard, CompleteFile]:
-        """Write a shard's file, an increment if ``base`` has enough of its chunks."""
+    def _put(self, pending: CheckpointTransaction, slot: CheckedSlot) -> StoredShard:
         arena, record, image = slot.arena, slot.record, slot.arena.mapped.image
         shard = ShardImage.of(image)
-        lengths, digests = list[int](), list[int]()
+        compresses, lengths = self.orders.compress == "zstd", list[int]()
+        name = f"{arena.shard}.{'zst' if compresses else 'safetensors'}"
         entry = StoredShard(
-            arena.shard, shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
+            name, shard.image.file_bytes, "", shard.image.manifest.digest.hex(),
             record.objects_used, record.objects_hash, slot.hashes[list(shard.chunks)],
         )  # fmt: skip
-        if base is not None and not base.serves(entry, shard.image, storage):
-            base = None
         try:
-            pieces = self._paced(arena.shard, contents(shard, image, arena.mapped.slot(slot.slot), entry, digests))
-            suffix, pieces = self._framed(shard, entry, pieces, lengths, base)
-            file = pending.write(f"{arena.shard}{suffix}", pieces)
+            pieces = self._paced(arena.shard, contents(shard, image, arena.mapped.slot(slot.slot), entry))
+            if compresses:
+                pieces = packed(shard.image, entry.objects_used, pieces, lengths)
+            file = pending.write(entry.file, pieces)
         except (CorruptError, *_LOST) as error:
             # ValueError: memory was unmapped meanwhile, as the node's arenas were reallocated.
             if isinstance(error, ValueError) or not slot.still_holds():
@@ -298,26 +284,11 @@ class Flush:
         # After the last byte: earlier ones may have been overwritten while the slot was read.
         if not slot.still_holds():
             raise ArenaError(f"{arena.shard}: its slot was needed for a newer snapshot")
-        if base is not None:
-            pending.refer(base.file)
-        stored = replace(
-            entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum,
-            base=None if base is None else base.file, frames=np.array(lengths, np.uint64) if lengths else None,
-            spare_bytes=0 if lengths else file.nbytes - shard.image.objects.begin - entry.objects_used,
-        )  # fmt: skip
-        return stored, base or CompleteFile.of(pending.folder, stored, digests)
-
-    def _framed(
-        self, shard: ShardImage, entry: StoredShard, pieces: Iterator[Buffer], lengths: list[int],
-        base: CompleteFile | None,
-    ) -> tuple[str, Iterator[Buffer]]:  # fmt: skip
-        """The suffix and the bytes of a shard's file; ``lengths`` receives those of its frames, if it has some."""
-        compresses = self.orders.compress == "zstd"
-        if not compresses and base is None:
-            return ".safetensors", pieces
-        omits = omits_nothing if base is None else base.has
-        framed = packed(shard.image, entry.objects_used, pieces, lengths, compresses=compresses, omits=omits)
-        return ".zst" if compresses else INCREMENT_SUFFIX, framed
+        frames = np.array(lengths, np.uint64) if compresses else None
+        spare_bytes = 0 if compresses else shard.image.file_bytes - shard.image.objects.begin - entry.objects_used
+        return replace(
+            entry, file=file.name, nbytes=file.nbytes, checksum=file.checksum, frames=frames, spare_bytes=spare_bytes
+        )
 
     def _paced(self, shard: str, pieces: Iterable[memoryview]) -> Iterator[Buffer]:
         self.read_bytes[shard] = 0

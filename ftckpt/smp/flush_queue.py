@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from ftckpt.errors import SmpError
 from ftckpt.events import Events
 from ftckpt.memory.heartbeat import FlushState
 from ftckpt.model.snapshot import SnapshotId
-from ftckpt.persist.increments import IncrementHistory
 from ftckpt.persist.paths import Place
 from ftckpt.smp.arenas import MonitoredArenas
 from ftckpt.smp.final_flush import FinalFlush
@@ -38,7 +36,6 @@ class FlushQueue:
         self._final: FinalFlush | None = None
         # The last flush at each place; the next one there waits for its end. Another place may hang forever.
         self._last_at: dict[str, Joinable] = {}
-        self._history_at = defaultdict[str, IncrementHistory](IncrementHistory)
 
     @property
     def current(self) -> tuple[SnapshotId | None, FlushState]:
@@ -84,9 +81,7 @@ class FlushQueue:
         orders = self._orders
         if snapshot is not None and orders.where:
             pace, before = self._new_pace(orders.bytes_per_sec), self._last_at.get(orders.where)
-            # If it keeps one, retention removes the checkpoint before the previous one while nodes refer to it.
-            history = self._history_at[orders.where] if orders.keep != 1 else None
-            flush = Flush(orders, self._arenas, pace, self._events, snapshot, before=before, history=history)
+            flush = Flush(orders, self._arenas, pace, self._events, snapshot, before=before)
             self._flush = self._last_at[orders.where] = flush
 
     def persist(self, request: PersistRequest) -> dict[str, Any]:

@@ -109,24 +109,12 @@ class SnapshotReader(ShardReader):
 
 
 def _open(folder: Path, shard: str, entry: StoredShard, unpacked: Callable[[ShardFile, int], Buffer]) -> _File:
-    path, base = folder / entry.file, entry.base
-    data = _mapped(path, entry.nbytes)
-    there = data[:0] if base is None else _mapped(folder.absolute().parent / base.file, base.nbytes)
-    if path.parent != folder:
-        raise ConvertError(f"{folder / MANIFEST_NAME}: {entry.file} is not in its folder")
-
-    def read(begin: int, nbytes: int) -> Buffer:
-        source, at = (data, begin) if begin < len(data) else (there, begin - len(data))
-        return source[at : at + nbytes].data
-
-    return _File(path, data, ShardFile(str(path), shard, entry, read), unpacked)
-
-
-def _mapped(path: Path, nbytes: int) -> Bytes:
+    path = folder / entry.file
     data = map_file(path)
-    if len(data) != nbytes:
-        raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {nbytes}")
-    return data
+    if path.parent != folder or len(data) != entry.nbytes:
+        raise ConvertError(f"{path}: has {len(data)} bytes, {MANIFEST_NAME} lists {entry.nbytes}")
+    file = ShardFile(str(path), shard, entry, lambda begin, n: data[begin : begin + n].data)
+    return _File(path, data, file, unpacked)
 
 
 def _folders(path: Path) -> dict[int, Path]:

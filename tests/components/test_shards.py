@@ -117,7 +117,7 @@ def test_a_manifest_survives_its_json(frames: list[int] | None) -> None:
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another format": (lambda m: m.update(format="safetensors"), "its format is not"),
-    "another version": (lambda m: m.update(version=4), "format version 4, this ftckpt reads 3"),
+    "another version": (lambda m: m.update(version=3), "format version 3, this ftckpt reads 2"),
     "edited": (lambda m: m.update(iteration=8), "its checksum does not match"),
     "a shard that is none": (lambda m: m["shards"].update(dp1=3), "does not match"),
     "without shards": (lambda m: m.pop("shards"), "does not match"),

@@ -12,7 +12,7 @@ from ftckpt.parity.modes import Modes
 from ftckpt.persist.commit import checkpoints, claim, committed, folder_of
 from ftckpt.persist.files import FileStorage
 from ftckpt.persist.paths import Place
-from ftckpt.persist.shard_file import open_shard
+from ftckpt.persist.shard_file import ShardFile
 from ftckpt.persist.shards import StoredSnapshot
 from ftckpt.persist.storage import Storage
 from tests.support.smp_nodes import Node, Smp, describe
@@ -89,7 +89,7 @@ class Job:
             entry = stored.shards[arena.manifest.shard]
             data = storage.read(f"{folder_of(iteration)}/{entry.file}")
             assert slot is not None and len(data) == entry.nbytes
-            file = open_shard(storage, folder_of(iteration), arena.manifest.shard, entry)
+            file = ShardFile(entry.file, arena.manifest.shard, entry, lambda at, n, data=data: data[at : at + n])
             image, begin = arena.image, arena.image.objects.begin
             with arena.slot(slot) as view:
                 used = begin + entry.objects_used
@@ -113,7 +113,6 @@ def leftovers(where: str) -> list[str]:
     for one in checkpoints(storage):
         shards = stored.shards.values() if (stored := committed(storage, one)) is not None else ()
         named |= {one.manifest, *(f"{folder_of(one.iteration)}/{shard.file}" for shard in shards)}
-        named |= stored.bases if stored is not None else set()
     # Not by ``rglob``, which fails where a directory goes meanwhile.
     there = {os.path.relpath(Path(folder, name), where) for folder, _, names in os.walk(where) for name in names}
     return sorted(there - named)

@@ -69,13 +69,12 @@ class PlainState:
 
 
 def make(
-    rank: int, world_size: int, settings: dict[str, Any], nodes: list[str] | None = None, launch: str = "", *,
-    of: type[PlainState] = PlainState,
-) -> tuple[Checkpointer, PlainState]:  # fmt: skip
+    rank: int, world_size: int, settings: dict[str, Any], nodes: list[str] | None = None, launch: str = ""
+) -> tuple[Checkpointer, PlainState]:
     """A checkpointer for one rank; ``nodes[rank]`` names nodes, ``launch`` the launcher run."""
     names = nodes or ["node"] * world_size
     members = tuple(RankPlace({"dp": index}, names[index]) for index in range(world_size))
-    state = of(rank, world_size)
+    state = PlainState(rank, world_size)
     config = Config(enabled=True, node=names[rank], **configured({"protect": "none", "interval": 1, **settings}))
     group = Group(config.start_timeout_secs)
     topology = Topology(rank, members, {"dp": world_size})
