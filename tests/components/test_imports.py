@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megatron": {"session", "frameworks", "model", "group"},
     "deepspeed": {"session", "frameworks", "model", "group"},
     "torch": {"session", "frameworks", "model", "group"},
-    "transformers": {"session", "frameworks", "torch"},
+    "transformers": {"session", "frameworks", "torch", "deepspeed"},
     "dcp": {"model", "memory.image", "persist", "restore", "universal", "frameworks.tensors"},
     "lightning": {"frameworks", "torch"},
     "torchtitan": {"frameworks", "torch"},

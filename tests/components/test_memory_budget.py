@@ -284,12 +284,12 @@ def test_no_room_is_asked_for_again_while_an_smp_may_give_some_back(
 
     monkeypatch.setattr(ledger_module, "check_budget", check)
     monkeypatch.setattr(ledger_module, "_RETRY_SECS", 0.001)
-    assert refusal(tmp_path, 7, 5.0) == "no room" and calls == [7], "no SMP: nobody gives anything back"
+    assert refusal(tmp_path, 7, 5.0).startswith("no room") and calls == [7], "no SMP: nobody gives anything back"
     with FileLock(tmp_path / SMP_LOCK_NAME, 0, "the SMP", "end it"):
         require(tmp_path, 7, 5.0)
         assert calls == [7] * 3
         calls.clear()
-        assert refusal(tmp_path, 7) == "no room" and calls == [7]
+        assert refusal(tmp_path, 7).startswith("no room") and calls == [7]
     calls.clear()
     require(tmp_path, 0)
     require(tmp_path, -5)
