@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import load_file as load_tensors
 
 from ftckpt.cli.main import main
 from ftckpt.errors import ConvertError
+from ftckpt.megatron.model_arguments import model_arguments
 from ftckpt.universal.consolidation import Consolidator
 from ftckpt.universal.conversion import Options, convert, prepare
 from ftckpt.universal.formats import ReadOptions, open_reader
@@ -123,12 +125,12 @@ def test_weights_that_are_casts_of_masters(tmp_path: Path) -> None:
 def test_arguments_of_megatron_lm_and_given_keys(tmp_path: Path) -> None:
     scaled = {**ARGUMENTS, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
     reader = source(arrays("llama"), {"megatron": {"args": {**scaled, "window_size": None}}})
-    export(reader, tmp_path / "out", {"model_type": "mistral", "eos_token_id": 7, "rms_norm_eps": 2e-4})
+    export(reader, tmp_path / "out", {"model_type": "mistral", "eos_token_id": 7, "rms_norm_eps": 1e-4})
     found = config(tmp_path / "out")
     assert (found["model_type"], found["architectures"]) == ("mistral", ["MistralForCausalLM"])
-    assert (found["eos_token_id"], found["rms_norm_eps"], found["rope_theta"]) == (7, 2e-4, 5000.0)
+    assert (found["eos_token_id"], found["rms_norm_eps"], found["rope_theta"]) == (7, 1e-4, 5000.0)
     assert found["rope_scaling"]["rope_type"] == "llama3" and found["rope_scaling"]["factor"] == 8.0
-    newer = {"rope_parameters": {"rope_theta": 1.0, "rope_type": "default"}, "dtype": "float64"}
+    newer = {"rope_parameters": {"rope_theta": 5000, "rope_type": "llama3", "factor": 8.0}, "dtype": "float64"}
     export(reader, tmp_path / "newer", newer)
     found = config(tmp_path / "newer")
     assert "rope_theta" not in found and "dtype" not in found and found["torch_dtype"] == "float32"
@@ -168,12 +170,45 @@ REFUSED: dict[str, tuple[str, Callable[[Arrays], Arrays], dict[str, Any] | None,
     "no heads of gpt2": ("gpt2", dict, None, {}, ("--hf-config", "n_head")),
     "other heads": ("llama", dict, {"num_attention_heads": 5}, {}, ("5 attention heads", "linear_qkv")),
     "other groups": ("llama", dict, {}, {"num_key_value_heads": 4}, ("num_key_value_heads is 4", "have 2")),
+    "given and recorded heads": ("llama", dict, {}, {"num_attention_heads": 8}, ("num_attention_heads is 8", "4")),
+    "heads of gpt2": ("gpt2", dict, {}, {"n_head": 6}, ("n_head is 6", "4")),
+    "recorded groups": ("llama", dict, {"num_query_groups": 4}, {}, ("num_query_groups is 4", "have 2")),
+    "given groups": ("llama", dict, {"num_query_groups": 2}, {"num_key_value_heads": 1}, ("is", "1", "2")),
+    "size of heads": ("llama", dict, {"kv_channels": 12}, {}, ("kv_channels is 12", "have 6")),
+    "given size of heads": ("qwen3", dict, {"kv_channels": 10}, {"head_dim": 20}, ("head_dim is 20", "10")),
+    "heads that fit": ("llama", dict, {"num_attention_heads": 8, "kv_channels": 6}, {}, ("kv_channels is 6", "3")),
+    "epsilon": ("llama", dict, {}, {"rms_norm_eps": 1e-5}, ("rms_norm_eps is 1e-05", "0.0001")),
+    "theta": ("llama", dict, {}, {"rope_parameters": {"rope_theta": 1e4}}, ("rope_theta is 10000.0", "5000.0")),
+    "scaling": (
+        "llama", dict, {"use_rope_scaling": False}, {"rope_scaling": {"type": "linear"}}, ("rope_type", "linear")
+    ),
+    "factor": (
+        "llama", dict, {"use_rope_scaling": True, "rope_scaling_factor": 8}, {"rope_scaling": {"factor": 4}},
+        ("factor is 4", "8.0"),
+    ),
+    "top k": ("mixtral", dict, {}, {"num_experts_per_tok": 1}, ("num_experts_per_tok is 1", "2")),
+    "activation": ("llama", dict, {}, {"hidden_act": "gelu"}, ("hidden_act is 'gelu'", "silu")),
+    "activation of gpt2": ("gpt2", dict, {}, {"activation_function": "relu"}, ("activation_function is 'relu'",)),
+    "text": ("llama", dict, None, {"num_attention_heads": "4"}, ("num_attention_heads is '4'", "int")),
+    "a fraction": ("llama", dict, None, {"num_attention_heads": 4.0}, ("num_attention_heads is 4.0", "int")),
+    "text of a vocabulary": ("llama", dict, {}, {"vocab_size": "50"}, ("vocab_size is '50'",)),
+    "text of epsilon": ("llama", dict, {}, {"rms_norm_eps": "1e-4"}, ("rms_norm_eps is '1e-4'", "float")),
+    "no object": ("llama", dict, {}, {"rope_parameters": 4}, ("rope_parameters is 4", "dict")),
+    "negative heads": ("llama", dict, None, {"num_attention_heads": -4}, ("num_attention_heads is -4",)),
+    "no vocabulary": ("llama", dict, {}, {"vocab_size": 0}, ("vocab_size is 0",)),
+    "rows that are no padding": (
+        "llama", dict, {"make_vocab_size_divisible_by": 7, "tensor_model_parallel_size": 2}, CUT, ("64", "13")
+    ),
     "another size": ("qwen2", dict, {}, {"hidden_size": 48}, ("hidden_size is 48", "24")),
     "a larger vocabulary": ("llama", dict, {}, {"vocab_size": 65}, ("vocab_size is 65", "64 rows")),
     "another family": ("llama", dict, {}, {"model_type": "gemma"}, ("gemma", "mixtral")),
     "not gated": ("llama", halved, {}, {}, ("gated",)),
     "layernorm 1p": ("qwen3", dict, {"apply_layernorm_1p": True}, {}, ("apply_layernorm_1p is True",)),
     "a window": ("llama", dict, {"window_size": [8, 0]}, {}, ("window_size is [8, 0]",)),
+    "another softmax": ("llama", dict, {"softmax_type": "learnable"}, {}, ("softmax_type is learnable",)),
+    "a clamp": ("llama", dict, {"activation_func_clamp_value": 7.0}, {}, ("activation_func_clamp_value is 7.0",)),
+    "sinkhorn": ("mixtral", dict, {"moe_router_load_balancing_type": "sinkhorn"}, {}, ("is sinkhorn",)),
+    "unknown": ("llama", dict, {"new_scale": 2, "not_default": ["new_scale"]}, {}, ("new_scale is 2", "llama")),
     "sigmoid": ("mixtral", dict, {"moe_router_score_function": "sigmoid"}, {}, ("moe_router_score_function",)),
     "geglu": ("llama", dict, {"swiglu": False}, {}, ("swiglu is False",)),
     "rotary": ("gpt2", dict, {"position_embedding_type": "rope"}, {}, ("position_embedding_type is rope", "gpt2")),
@@ -187,6 +222,33 @@ def test_what_hugging_face_does_not_have_is_refused_by_name(case: str, tmp_path:
     reader = source(change(arrays(name)), objects(known))
     with raises(ConvertError, *words):
         prepare(reader, HuggingFaceWriter(tmp_path / "out", given=given), Options())
+
+
+DIFFERENT = {
+    "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "softmax_scale": 0.5, "softmax_type": "off-by-one",
+    "qk_l2_norm": True, "moe_apply_probs_on_input": True, "window_attn_skip_freq": 2,
+    "moe_expert_capacity_factor": 1.0,
+}  # fmt: skip
+HARMLESS = {"hidden_dropout": 0.0, "recompute_granularity": "full", "bf16": True, "bias_dropout_fusion": True}
+
+
+def test_what_a_model_has_of_other_than_megatrons_defaults_is_recorded() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, kv_channels=6, num_query_groups=2
+    )
+    for name, value in HARMLESS.items():
+        setattr(config, name, value)
+    found = json.loads(model_arguments(SimpleNamespace(config=config)))
+    assert found["not_default"] == [] and (found["num_query_groups"], found["kv_channels"]) == (2, 6)
+    for name, value in DIFFERENT.items():
+        setattr(config, name, value)
+    found = json.loads(model_arguments(SimpleNamespace(config=config)))
+    assert sorted(found["not_default"]) == sorted(DIFFERENT) and DIFFERENT.items() <= found.items()
+    for activation, is_gated in ((torch.nn.functional.silu, False), (torch.nn.functional.gelu, True)):
+        config.activation_func, config.gated_linear_unit = activation, is_gated
+        assert json.loads(model_arguments(SimpleNamespace(config=config)))["squared_relu"]
 
 
 def test_groups_of_queries_are_not_gpt2s(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from test_transformers import RELEASES, train_gpt2
+from test_transformers import RELEASES, SCRIPT, train_gpt2
 
 from ftckpt.universal.conversion import Options, convert
 from ftckpt.universal.huggingface.writer import HuggingFaceWriter
@@ -131,7 +131,7 @@ def test_exports_of_a_trainer_are_loaded(tmp_path: Path, arena_root: Path) -> No
     """What its snapshot has of the model's configuration is all that it takes."""
     (tmp_path / "storage").mkdir()
     settings = (f"--ftckpt-persist={tmp_path / 'storage'}", "--ftckpt-persist-format=huggingface")
-    assert train_gpt2(tmp_path / "run", arena_root, 0, *settings)["step"] == 120
+    assert train_gpt2(tmp_path / "run", arena_root, 0, SCRIPT, *settings)["step"] == 120
     newest = tmp_path / "storage" / (tmp_path / "storage" / "latest").read_text().strip()
     assert newest.name == "iter_0000120"
     (tmp_path / "exports" / "gpt2").mkdir(parents=True)

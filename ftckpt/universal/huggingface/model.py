@@ -35,11 +35,17 @@ _NOT_SUPPORTED: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False, "rotary_interleaved": False, "rotary_percent": 1.0,
     "rotary_seq_len_interpolation_factor": None, "window_size": None, "no_rope_freq": None, "squared_relu": False,
     "quick_geglu": False, "moe_router_score_function": "softmax", "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None, "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0, "softmax_scale": None, "softmax_type": "vanilla", "qk_l2_norm": False,
+    "moe_apply_probs_on_input": False, "moe_expert_capacity_factor": None, "window_attn_skip_freq": None,
+    "moe_router_force_load_balancing": False, "openai_gelu": False,
 }  # fmt: skip
 """Arguments of Megatron for which the families have no key, and the only value that is supported."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Megatron's constants of ``--use-rope-scaling``."""
+_HEADS = {"heads": "num_attention_heads", "groups": "num_query_groups", "head_dim": "kv_channels"}
+_KINDS = {"is_tied": "bool", "activation": "str", "rope": "dict", "norm_epsilon": "float", "rotary_base": "float"}
+"""Types of facts; all others are ``int``."""
 _MAX_NAMED = 5
 
 
@@ -94,8 +100,8 @@ class MegatronModel:
     """A model of Megatron-core: its ``weights``, the ``arguments`` of its job, and ``given`` keys of ``config.json``.
 
     Raises:
-        ConvertError: the family has no place for a tensor or an argument, a tensor is missing, ``given`` contradicts
-            the tensors, or the number of heads is not known.
+        ConvertError: the family has no place for a tensor or an argument, a tensor is missing, the number of heads is
+            not known, or ``given`` has a wrong type; or it, the arguments, and the tensors contradict each other.
     """
 
     def __init__(self, weights: Sequence[Tensor], arguments: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -107,9 +113,13 @@ class MegatronModel:
                 f"{', '.join(FAMILIES)}"
             )
         self._family, self._rules = FAMILIES[self._type], FAMILIES[self._type].rules()
-        for name, right in {**_NOT_SUPPORTED, **dict(self._family.arguments)}.items():
+        others = [name for name, value in arguments.items() if value in ("sinkhorn", ["sinkhorn"])]
+        others += arguments.get("not_default", ())
+        for name, right in {**_NOT_SUPPORTED, **dict(self._family.arguments), **dict.fromkeys(others)}.items():
             if arguments.get(name) not in (right, None):
                 raise ConvertError(f"{name} is {arguments[name]}: not supported by {self._type} of Hugging Face")
+        self._recorded = _settings(arguments)
+        self._check_given()
         self._matched = self._match(weights)
         self._shapes = {pattern: tensor.shape for tensor, pattern, _ in self._matched}
         self._layers = 1 + max((int(captured.get("layer", 0)) for *_, captured in self._matched), default=0)
@@ -123,16 +133,13 @@ class MegatronModel:
             keys["rope_scaling"] = "rope_scaling"
         if "rope_parameters" in self._given:  # has them all
             keys = {key: fact for key, fact in keys.items() if not key.startswith("rope_")}
-        settings, dtype = (
-            _settings(self._arguments),
-            next(t.dtype for t, name, _ in self._matched if name == _EMBEDDING),
-        )
+        dtype = next(t.dtype for t, name, _ in self._matched if name == _EMBEDDING)
         config = {
             "architectures": [self._family.architecture],
             "model_type": self._type,
-            **self._family.constants,
-            **{key: settings[fact] for key, fact in keys.items() if fact in settings},
             **{key: value for key, value in self._given.items() if key != "dtype"},
+            **self._family.constants,
+            **{key: self._recorded[fact] for key, fact in keys.items() if fact in self._recorded},
             **{key: self._sizes[fact] for key, fact in keys.items() if fact in self._sizes},
             "torch_dtype": TORCH_NAMES[dtype],
         }
@@ -157,6 +164,23 @@ class MegatronModel:
                     key = f"weight/{name.format(**{'expert': expert, **captured})}"
                     made = Tensor(key, tensor.dtype, shape[::-1] if rule.is_transposed else shape)
                     yield made, SourceUnits(tensor, runs, items, rule.is_transposed)
+
+    def _check_given(self) -> None:
+        """Raises ConvertError if a given key has a wrong type, or contradicts the family or the job's arguments."""
+        given, right = dict(self._given), dict(self._family.constants)
+        for key, fact in {"rope_scaling": "rope", "rope_parameters": "rope", **self._family.config}.items():
+            value, kind = given.get(key), _KINDS.get(fact, "int")
+            is_kind = type(value).__name__ in (kind, kind.replace("float", "int"))
+            if value is not None and not (is_kind and (kind in ("bool", "str", "dict") or value > 0)):
+                raise ConvertError(f"--hf-config: {key} is {value!r}: must be {kind}, and positive if a number")
+            given |= value or {} if fact == "rope" else {}
+            right |= {key: self._recorded[fact]} if fact in self._recorded else {}
+        given.setdefault("rope_type", given.get("type"))
+        if (is_scaled := self._arguments.get("use_rope_scaling")) is not None:
+            right |= {"rope_type": "llama3" if is_scaled else "default", **self._recorded.get("rope_scaling", {})}
+        for key, value in right.items():
+            if given.get(key, value) not in (value, None):
+                raise ConvertError(f"--hf-config: {key} is {given[key]!r}, the source has {value!r}")
 
     def _match(self, weights: Sequence[Tensor]) -> Sequence[tuple[Tensor, str, Mapping[str, Value]]]:
         patterns = {text: Pattern.glob(text) for text in self._rules}
@@ -195,12 +219,18 @@ class MegatronModel:
             "positions": shapes.get(_POSITIONS, (0,))[0],
             "is_tied": _OUTPUT not in shapes,
         }
-        for key, fact in self._family.config.items():
-            if given.get(key) is not None and sizes.get(fact, given[key]) != given[key]:
-                raise ConvertError(f"--hf-config: {key} is {given[key]}, the tensors have {sizes[fact]}")
-        vocabulary = given.get("vocab_size") or rows
-        if vocabulary > rows:
-            raise ConvertError(f"--hf-config: vocab_size is {vocabulary}, the embedding has {rows} rows")
+        claims = [(f"--hf-config: {key}", fact, given.get(key)) for key, fact in self._family.config.items()]
+        for name, fact, value in (
+            *claims,
+            *((name, fact, self._recorded.get(fact)) for fact, name in _HEADS.items()),
+        ):
+            if value is not None and sizes.get(fact, value) != value:
+                raise ConvertError(f"{name} is {value}, the tensors have {sizes[fact]}")
+        vocabulary, tp = given.get("vocab_size") or rows, self._arguments.get("tensor_model_parallel_size") or 1
+        padding = tp * (self._arguments.get("make_vocab_size_divisible_by") or 128)
+        if not 0 <= rows - vocabulary < padding:
+            text = f"vocab_size is {vocabulary}, of {rows} rows only the last {padding - 1} can be padding: see"
+            raise ConvertError(f"--hf-config: {text} make_vocab_size_divisible_by and tensor_model_parallel_size")
         return {**sizes, "vocabulary": vocabulary}
 
     def _heads(self) -> dict[str, int]:
@@ -209,7 +239,7 @@ class MegatronModel:
         width = self._shapes[f"{_ATTENTION}.linear_proj.weight"][1]
         norm = self._shapes.get(f"{_ATTENTION}.q_layernorm.weight")
         key = next(key for key, fact in self._family.config.items() if fact == "heads")
-        heads = width // norm[0] if norm else self._given.get(key) or self._arguments.get("num_attention_heads")
+        heads = width // norm[0] if norm else self._recorded.get("heads") or self._given.get(key)
         if not heads:
             raise ConvertError(
                 "the source does not have the number of attention heads, by which query, key and value are "
@@ -250,10 +280,13 @@ def _settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon")),
         "max_positions": arguments.get("max_position_embeddings"),
         "topk": arguments.get("moe_router_topk"),
+        **{fact: arguments.get(name) for fact, name in _HEADS.items()},
     }
+    if arguments.get("group_query_attention") is False:  # num_query_groups means nothing
+        found["groups"] = found["heads"]
     if arguments.get("rotary_base") is not None:
         found["rotary_base"] = float(arguments["rotary_base"])
-    if arguments.get("rope_scaling_factor") is not None:
+    if arguments.get("use_rope_scaling") and arguments.get("rope_scaling_factor") is not None:
         found["rope_scaling"] = {"rope_type": "llama3", "factor": float(arguments["rope_scaling_factor"]), **_LLAMA3}
     if "bias_gelu_fusion" in arguments:  # the fused function approximates by tanh
         found["activation"] = "gelu_new" if arguments["bias_gelu_fusion"] else "gelu"

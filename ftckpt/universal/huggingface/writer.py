@@ -49,7 +49,7 @@ class HuggingFaceWriter(WeightsWriter):
                     "--hf-config if the model has Hugging Face's names, or write its own with --to safetensors"
                 )
             return weights, get
-        model = MegatronModel(weights, arguments_of(catalog.objects) or recorded_model(catalog.objects), self._given)
+        model = MegatronModel(weights, recorded_model(catalog.objects) | arguments_of(catalog.objects), self._given)
         self._config = model.config()
         renamed = list(model.renamed())
         self._units = {tensor.key: units for tensor, units in renamed}
