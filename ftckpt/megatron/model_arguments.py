@@ -16,11 +16,10 @@ _OF_MODEL = ("max_position_embeddings", "position_embedding_type", "rotary_base"
 _HARMLESS = re.compile(
     f"{'|'.join(_OF_CONFIG)}|num_layers|(moe_ffn_|ffn_)?hidden_size|num_moe_experts|moe_layer_freq|add_(bias_linear|"
     "qkv_bias)|gated_linear_unit|activation_func|normalization|qk_layernorm|use_te_activation_func|attention_backend|"
-    ".*(amax|bf16|checkpoint|deepep|dispatch|dropout|fp4|fp8|fp32|fused_|fusion|graph|grouped_gemm|hybridep|inference|"
-    "init|kitchen|log_|logg|loss|offload|pipeline|qk_clip|quant|recompute|rng|routing_replay|saved|_layer_norm).*|"
-    "cp_comm_type|test_mode|apply_query_key_layer_scaling|clone_scatter_output_in_embedding|transformer_impl|"
-    "disable_parameter_transpose_cache|moe_(input_jitter_eps|pad_expert_input_to_capacity|router_bias_update_rate|"
-    "router_dtype|shared_expert_overlap|token_drop_policy)"
+    ".*(amax|bf16|deepep|dispatch|dropout|fp4|fp8|fp32|fused_|fusion|graph|grouped_gemm|hybridep|inference|"
+    "init|kitchen|log_|logg|loss|offload|pipeline|qk_clip|quant|recompute|rng|transpose|routing_replay|saved|_layer_norm).*|"
+    "cp_comm_type|test_mode|apply_query_key_layer_scaling|clone_scatter_output_in_embedding|transformer_impl|moe_("
+    "input_jitter_eps|pad_expert_input_to_capacity|router_(bias_update_rate|dtype)|shared_expert_overlap|token_drop_policy)"
 )
 """Fields of TransformerConfig that do not change what a trained model computes, or that are exported."""
 

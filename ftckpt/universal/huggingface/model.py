@@ -108,12 +108,9 @@ class MegatronModel:
         self._given, self._arguments = given, arguments
         self._type = str(given.get("model_type") or family_of([tensor.name for tensor in weights]))
         if self._type not in FAMILIES:
-            raise ConvertError(
-                f"--hf-config: model_type {self._type} is not supported for Megatron-core's names; supported are "
-                f"{', '.join(FAMILIES)}"
-            )
+            raise ConvertError(f"--hf-config: model_type {self._type} is not one of {', '.join(FAMILIES)}")
         self._family, self._rules = FAMILIES[self._type], FAMILIES[self._type].rules()
-        others = [name for name, value in arguments.items() if value in ("sinkhorn", ["sinkhorn"])]
+        others = [key for key in arguments if arguments[key] in ("sinkhorn", ["sinkhorn"])]
         others += arguments.get("not_default", ())
         for name, right in {**_NOT_SUPPORTED, **dict(self._family.arguments), **dict.fromkeys(others)}.items():
             if arguments.get(name) not in (right, None):
@@ -133,7 +130,6 @@ class MegatronModel:
             keys["rope_scaling"] = "rope_scaling"
         if "rope_parameters" in self._given:  # has them all
             keys = {key: fact for key, fact in keys.items() if not key.startswith("rope_")}
-        dtype = next(t.dtype for t, name, _ in self._matched if name == _EMBEDDING)
         config = {
             "architectures": [self._family.architecture],
             "model_type": self._type,
@@ -141,7 +137,7 @@ class MegatronModel:
             **self._family.constants,
             **{key: self._recorded[fact] for key, fact in keys.items() if fact in self._recorded},
             **{key: self._sizes[fact] for key, fact in keys.items() if fact in self._sizes},
-            "torch_dtype": TORCH_NAMES[dtype],
+            "torch_dtype": TORCH_NAMES[next(t.dtype for t, name, _ in self._matched if name == _EMBEDDING)],
         }
         if lacking := [key for key in keys if key not in config]:
             text = "ftckpt: config.json lacks %s, which the source does not have: fill in, or give --hf-config"
@@ -220,10 +216,8 @@ class MegatronModel:
             "is_tied": _OUTPUT not in shapes,
         }
         claims = [(f"--hf-config: {key}", fact, given.get(key)) for key, fact in self._family.config.items()]
-        for name, fact, value in (
-            *claims,
-            *((name, fact, self._recorded.get(fact)) for fact, name in _HEADS.items()),
-        ):
+        claims += [(name, fact, self._recorded.get(fact)) for fact, name in _HEADS.items()]
+        for name, fact, value in claims:
             if value is not None and sizes.get(fact, value) != value:
                 raise ConvertError(f"{name} is {value}, the tensors have {sizes[fact]}")
         vocabulary, tp = given.get("vocab_size") or rows, self._arguments.get("tensor_model_parallel_size") or 1
@@ -258,9 +252,7 @@ class MegatronModel:
         """The units of each part."""
         if rule.cut == "halves":
             if height != 2 * self._sizes["ffn"]:
-                raise ConvertError(
-                    f"not supported: {self._type} of Hugging Face has gated layers, the source has not"
-                )
+                raise ConvertError(f"not supported: {self._type} of Hugging Face has gated layers, the source none")
             return [(range(height // 2),), (range(height // 2, height),)]
         if rule.cut == "pairs":
             return [(range(0, height, 2),), (range(1, height, 2),)]
