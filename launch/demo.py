@@ -194,12 +194,23 @@ def costs_of(run: Run) -> list[Recovery]:
     if len(restarts) != len(run.strikes) or not all(restart.trained for restart in restarts):
         names = ", ".join(restart.name for restart in restarts) or "none"
         raise RunError(f"{run.name}: restarts are {names}, not one for each fault")
-    restarts = [replace(one, name=strike.name) for strike, one in zip(run.strikes, restarts, strict=True)]
+    restarts = [
+        _since(replace(one, name=strike.name), min(mark["time"] for mark in strike.marks()))
+        for strike, one in zip(run.strikes, restarts, strict=True)
+    ]
     for strike, restart in zip(run.strikes, restarts, strict=True):
         lost = set(strike.marks()[0].get("shards", ())) - set(restart.rebuilt_shards)
         if lost:
             raise RunError(f"fault {strike.name}: {', '.join(sorted(lost))} were lost and not rebuilt")
     return restarts
+
+
+def _since(restart: Recovery, killed_at: float) -> Recovery:
+    """``restart`` from the kill on: before it ranks may have waited for the demo, without an event."""
+    gone_at = max(killed_at, restart.struck_at + restart.parts["detect"])
+    joined_at = restart.struck_at + restart.parts["detect"] + restart.parts["rejoin"]
+    parts = {**restart.parts, "detect": gone_at - killed_at, "rejoin": joined_at - gone_at}
+    return replace(restart, struck_at=killed_at, parts=parts)
 
 
 def cost_table(restarts: Sequence[Recovery]) -> str:

@@ -36,7 +36,7 @@ def late_rank(nodes: Mapping[str, Iterable[Mapping[str, Any]]], least: tuple[flo
     if last is None or (secs := last["step_secs"]) is None:
         return None
     behind, usual_secs = max(one["iteration"] for one in found) - last["iteration"], last["iteration_secs"]
-    if behind < 2 and (usual_secs is None or secs <= max(least[0], least[1] * usual_secs)):
+    if secs <= least[0] or (behind < 2 and (usual_secs is None or secs <= least[1] * usual_secs)):
         return None
     return {**{name: last[name] for name in ("rank", "node", "phase")}, "behind": behind, "secs": secs}
 

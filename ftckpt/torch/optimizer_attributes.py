@@ -97,7 +97,7 @@ def digests(optimizer: Any, kind: str) -> dict[str, int]:
 
 
 def watched(optimizer: Any, kind: str = "") -> dict[str, Any]:
-    """Digests of the attributes of an optimizer and its class, except its state and its groups.
+    """Digests of the attributes of an optimizer and its class, and of settings of groups that are not saved.
 
     Without ``kind`` the digest of a value that cannot be compared is None, and takes microseconds: few attributes are
     not torch's, and a tensor is read again only after torch has counted a write.
@@ -106,10 +106,17 @@ def watched(optimizer: Any, kind: str = "") -> dict[str, Any]:
         UnsupportedError: see ``digests``.
     """
     found, context = {}, _Context(optimizer, bool(kind))
-    own = {"defaults": vars(optimizer).get("defaults"), **_of_class(type(optimizer)), **attributes(optimizer)}
+    own = {**_of_class(type(optimizer)), **attributes(optimizer)}
+    if not type(optimizer).__module__.startswith(
+        "torch."
+    ):  # torch's never write theirs, but a script's lr may be there
+        own["defaults"] = vars(optimizer).get("defaults")
     for name, value in own.items():
         where = f"attribute {name}"
         found[where] = _digest(value, context, kind, where)
+    for number, group in enumerate(() if kind else optimizer.param_groups):
+        for name in (name for name, value in group.items() if is_constant(value)):
+            found[f"setting {name} of group {number}"] = _digest(group[name], context)
     return found
 
 
