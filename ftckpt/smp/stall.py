@@ -36,7 +36,7 @@ def late_rank(nodes: Mapping[str, Iterable[Mapping[str, Any]]], least: tuple[flo
     if last is None or (secs := last["step_secs"]) is None:
         return None
     behind, usual_secs = max(one["iteration"] for one in found) - last["iteration"], last["iteration_secs"]
-    if secs <= least[0] or (behind < 2 and (usual_secs is None or secs <= least[1] * usual_secs)):
+    if behind < 2 and (usual_secs is None or secs <= max(least[0], least[1] * usual_secs)):
         return None
     return {**{name: last[name] for name in ("rank", "node", "phase")}, "behind": behind, "secs": secs}
 
@@ -55,7 +55,7 @@ class StallWatch:
         self._next_secs = now_secs + _LOOK_SECS
         here = [rank_report(one) for one in self._liveness.judge(self._pulse.ranks()) if one.lives is not False]
         iteration = min((one["iteration"] for one in here), default=-2)
-        if iteration == self._told or (late := late_rank({"": here}, EVENT)) is None:
+        if iteration == self._told or (late := late_rank({"": here}, EVENT)) is None or late["secs"] <= EVENT[0]:
             return None
         self._next_secs = now_secs + max(_LOOK_SECS, late["secs"])  # it may last for hours
         description = load_description(self._node_dir) or {}
@@ -72,7 +72,8 @@ class StallWatch:
         with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
             nodes = dict(zip(names[1:], threads.map(ranks_of, names[1:]), strict=True))
         late = late_rank({names[0]: here, **nodes}, EVENT)
-        if late is None or (late["phase"] == "pause" and not late["behind"]):  # all evaluate, or save
+        # Devices run behind their hosts by iterations; with "pause" all ranks evaluate, or save.
+        if late is None or late["secs"] <= EVENT[0] or (late["phase"] == "pause" and not late["behind"]):
             return None
         self._told = iteration
         return late
