@@ -50,13 +50,14 @@ def test_a_fault_is_dated_by_the_first_rank_that_fell_silent(logs: RunLogs) -> N
 
 def test_a_restart_has_its_cause_and_its_source(logs: RunLogs) -> None:
     logs.attempt("aa", (1, 2), 100.0, None, 3)
-    killed = "node n1: rank 1 (pid 2) was ended by SIGKILL, in step, forward, after iteration 3"
+    killed = "node n1: rank 1 (pid 2) was ended by SIGKILL, in step, forward, after iteration 6"
     logs.attempt("bb", (11, 12), 110.0, 2, 5, ends=[killed, "node n0: rank 0: RuntimeError: lost another"])
     logs.attempt("cc", (21, 22), 120.0, 4, 7, source="storage")
     logs.attempt("dd", (31, 32), 130.0, 6, 8, source="peer_parity+storage")
     logs.attempt("ee", (41, 42), 140.0, None, 2)
     restarts = read_history(logs.run).restarts
     assert [restart.source for restart in restarts] == ["memory", "storage", "peer_parity+storage", "nothing"]
+    assert (restarts[0].iteration, restarts[0].iterations_lost) == (7, 4), "the note knows more than events"
     assert restarts[0].cause == killed and all("unknown" in restart.cause for restart in restarts[1:])
     text = text_of(logs)
     assert killed in text
