@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftckpt.errors import FtckptError
 from ftckpt.memory.heartbeat import Heartbeat
@@ -17,14 +18,25 @@ from ftckpt.smp.liveness import Liveness
 from ftckpt.smp.reports import rank_report
 from ftckpt.smp.requests import ReportRequest
 
-_LOOK_SECS, _ANSWER_SECS, _MOST_AT_ONCE = 10.0, 5.0, 32
+_LOOK_SECS, _ANSWER_SECS = 10.0, 5.0
+_MOST_AT_ONCE = 32
+"""Nodes that are asked at the same time."""
 
 
-STATUS, EVENT = (5.0, 3.0), (60.0, 10.0)
-"""A step is late after that many seconds, and that many times the duration of the iteration before."""
+class Patience(NamedTuple):
+    """A step is late after ``secs`` and ``times`` the duration of the iteration before, or, if the rank is two
+    iterations behind, after ``secs_behind``."""
+
+    secs: float
+    times: float
+    secs_behind: float
 
 
-def late_rank(nodes: Mapping[str, Iterable[Mapping[str, Any]]], least: tuple[float, float]) -> dict[str, Any] | None:
+STATUS, EVENT = Patience(5.0, 3.0, 0.0), Patience(60.0, 10.0, 60.0)
+"""Of a person who asks; and of an alarm: devices run behind their hosts by iterations."""
+
+
+def late_rank(nodes: Mapping[str, Iterable[Mapping[str, Any]]], least: Patience) -> dict[str, Any] | None:
     """The rank that the others wait for; None if no step is late. ``nodes``: reports of live ranks by node.
 
     The lowest iteration decides, then the oldest heartbeat: ranks that wait in a collective have entered its phase
@@ -36,7 +48,8 @@ def late_rank(nodes: Mapping[str, Iterable[Mapping[str, Any]]], least: tuple[flo
     if last is None or (secs := last["step_secs"]) is None:
         return None
     behind, usual_secs = max(one["iteration"] for one in found) - last["iteration"], last["iteration_secs"]
-    if behind < 2 and (usual_secs is None or secs <= max(least[0], least[1] * usual_secs)):
+    usual = math.inf if usual_secs is None else max(least.secs, least.times * usual_secs)
+    if secs <= (least.secs_behind if behind >= 2 else usual):
         return None
     return {**{name: last[name] for name in ("rank", "node", "phase")}, "behind": behind, "secs": secs}
 
@@ -55,7 +68,7 @@ class StallWatch:
         self._next_secs = now_secs + _LOOK_SECS
         here = [rank_report(one) for one in self._liveness.judge(self._pulse.ranks()) if one.lives is not False]
         iteration = min((one["iteration"] for one in here), default=-2)
-        if iteration == self._told or (late := late_rank({"": here}, EVENT)) is None or late["secs"] <= EVENT[0]:
+        if iteration == self._told or (late := late_rank({"": here}, EVENT)) is None:
             return None
         self._next_secs = now_secs + max(_LOOK_SECS, late["secs"])  # it may last for hours
         description = load_description(self._node_dir) or {}
@@ -72,8 +85,7 @@ class StallWatch:
         with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
             nodes = dict(zip(names[1:], threads.map(ranks_of, names[1:]), strict=True))
         late = late_rank({names[0]: here, **nodes}, EVENT)
-        # Devices run behind their hosts by iterations; with "pause" all ranks evaluate, or save.
-        if late is None or late["secs"] <= EVENT[0] or (late["phase"] == "pause" and not late["behind"]):
+        if late is None or (late["phase"] == "pause" and not late["behind"]):  # all evaluate, or save
             return None
         self._told = iteration
         return late

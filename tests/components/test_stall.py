@@ -12,9 +12,9 @@ from ftckpt.memory.heartbeat import Heartbeat
 from ftckpt.smp import stall
 from ftckpt.smp.footprint import store_description
 from ftckpt.smp.reports import rank_report
-from ftckpt.smp.stall import StallWatch, late_rank
+from ftckpt.smp.stall import Patience, StallWatch, late_rank
 
-PATIENCE = (5.0, 3.0)
+PATIENCE = Patience(5.0, 3.0, 0.4)
 
 
 def one(rank: int, iteration: int, secs: float, step_secs: float | None, usual: float | None = 2.0) -> dict[str, Any]:
@@ -38,6 +38,7 @@ def test_the_oldest_heartbeat_of_the_lowest_iteration_is_named() -> None:
         ([one(0, 7, 9.0, 14.0, 5.0)], None),  # under three iterations
         ([one(0, 0, 99.0, 99.0, None)], None),  # the first one may compile
         ([one(0, -1, 99.0, None, None), one(1, 3, 1.0, 1.0)], None),  # it has not begun
+        ([one(0, 6, 0.1, 0.3), one(1, 8, 0.1, 0.1)], None),  # a device behind its host
         ([one(0, 6, 0.1, 0.5), one(1, 8, 0.1, 0.1)], 2),
     ],
 )
@@ -47,7 +48,7 @@ def test_usual_steps_are_not_late(ranks: list[dict[str, Any]], behind: int | Non
 
 
 def test_a_late_step_is_reported_once(arena_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "EVENT", (0.05, 2.0))
+    monkeypatch.setattr(stall, "EVENT", Patience(0.05, 2.0, 0.05))
     monkeypatch.setattr(stall, "_LOOK_SECS", 0.0)
     node_dir = arena_root / "n1"
     node_dir.mkdir()
